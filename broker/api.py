@@ -1,0 +1,255 @@
+"""What each role may ask of the broker. Redis (`broker/redis/`) and memory (`broker/memory.py`) pass the same tests.
+
+All methods are coroutines; they raise BrokerUnavailable after the configured time without a connection, and
+Fenced where a newer trainer has taken the run. Every method of one protocol is for one run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from broker.messages import Group, GroupDelivery, StepEntry, StepRecord, Task, TaskDelivery, TaskKind
+from headrace.version import PolicyVersion
+RunStatus = Literal["running", "stopping", "finished", "failed"]
+Published = Literal["published", "repeated", "superseded"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run is. Written once, before any service starts; a producer that differs in digests or schema is refused."""
+
+    run_id: str
+    schema: int
+    config: dict[str, Any]
+    """The resolved configuration tree, JSON-able."""
+    digests: dict[str, str]
+    """"model", "tokenizer", "chat_template"."""
+    vocab_size: int
+    created_ms: int = 0
+    folder: str = ""
+    """The run's folder on the machine of the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The right to change a run: every script of the trainer compares both."""
+
+    incarnation: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where a run is now."""
+
+    status: RunStatus
+    reason: str = ""
+    incarnation: int = 0
+    step: int = 0
+    """Newest trainer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a producer says when it joins."""
+
+    producer: str
+    schema: int
+    digests: dict[str, str]
+    host: str
+    pid: int
+    metrics_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A service as the broker knows it: alive while its heartbeat's lease lasts."""
+
+    name: str
+    role: Literal["producer", "trainer", "weights", "launcher"]
+    host: str
+    pid: int
+    alive: bool
+    state: dict[str, Any]
+    """What its last heartbeat said: version, busy slots, tokens per second, idle fraction, metrics_url, …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Something the operator or the trainer wants of services: an entry on stream `orders`."""
+
+    order_id: str
+    kind: Literal["scale", "drain", "stop", "end"]
+    target: str = ""
+    """A service's name; empty is all."""
+    count: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """`admitted` equals the sum of the rest; `outstanding` is counted from streams and pending lists."""
+
+    kind: TaskKind
+    admitted: int
+    outstanding: int
+    verdicts: dict[str, int]
+    reasons: dict[str, int] = field(default_factory=dict)
+    """"verdict: reason" to count, where a reason was given."""
+
+    @property
+    def closed(self) -> bool:
+        return self.admitted == self.outstanding + sum(self.verdicts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepths:
+    tasks_waiting: int
+    """Admitted and not yet taken by a producer."""
+    tasks_held: int
+    """Taken and not yet published."""
+    groups_waiting: int
+    groups_held: int
+    """Delivered to the trainer, not yet acknowledged."""
+    dead: int
+
+
+class ServicePort(Protocol):
+    """What every service of a run uses."""
+
+    async def record(self) -> RunRecord:
+        """Raises Refused for a run that is not there."""
+        ...
+
+    async def state(self) -> RunState: ...
+
+    async def heartbeat(self, peer: Peer, lease_s: float) -> None: ...
+
+    async def retire(self, name: str) -> None:
+        """This service left on purpose: forget its heartbeat."""
+        ...
+
+    async def peers(self) -> list[Peer]: ...
+
+    async def orders(self, after: str, block_ms: int) -> list[Order]:
+        """Orders after the given id ("$" for only new ones at the first call), waiting at most `block_ms`."""
+        ...
+
+    async def order(self, order: Order) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class ProducerPort(ServicePort, Protocol):
+    async def join(self, hello: Hello) -> None:
+        """Register. Raises Refused with the difference named when digests or schema are not the run's."""
+        ...
+
+    async def take(self, producer: str, count: int, block_ms: int) -> list[TaskDelivery]:
+        """At most `count` tasks, those of dead producers first. A task over its delivery limit goes to `dead`."""
+        ...
+
+    async def renew(self, producer: str, entry_ids: list[str]) -> list[str]:
+        """Keep holding these; returns the ids that are no longer this producer's."""
+        ...
+
+    async def publish(self, producer: str, delivery: TaskDelivery, group: Group) -> Published:
+        """One script: add the group, then acknowledge the task. Repeating it is harmless."""
+        ...
+
+    async def give_back(self, producer: str, entry_ids: list[str]) -> None:
+        """A draining producer returns tasks it did not finish: they are delivered to others at once."""
+        ...
+
+
+class TrainerPort(ServicePort, Protocol):
+    async def take_fence(self, newest_checkpoint: int) -> Fence:
+        """Become the run's trainer: incarnation max(broker, newest checkpoint) + 1. Older trainers are fenced from now on."""
+        ...
+
+    async def admit(self, fence: Fence, tasks: list[Task]) -> None: ...
+
+    async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
+        """New groups, validated; what is invalid is already in `dead`, its task settled."""
+        ...
+
+    async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
+        """Deliveries that an earlier trainer left unacknowledged, in order."""
+        ...
+
+    async def append_step(self, fence: Fence, record: StepRecord) -> None: ...
+
+    async def steps_after(self, step: int) -> list[StepRecord]: ...
+
+    async def settle(self, fence: Fence, kind: TaskKind, entries: list[StepEntry]) -> None:
+        """Acknowledge and delete these groups and count their verdicts. Each task is counted once, however often asked."""
+        ...
+
+    async def set_step(self, fence: Fence, step: int) -> None: ...
+
+    async def finish(self, fence: Fence, status: RunStatus, reason: str) -> None:
+        """Set the run's status and tell everybody with an "end" order."""
+        ...
+
+
+class WeightsPort(ServicePort, Protocol):
+    async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
+        """Store the sealed manifest and move the head to it, if it is newer. Notifies `wait_head`."""
+        ...
+
+    async def head(self) -> PolicyVersion | None: ...
+
+    async def wait_head(self, after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
+        """The head as soon as it is newer than `after`, else what it is after `block_ms`."""
+        ...
+
+    async def manifest(self, version: PolicyVersion) -> bytes | None: ...
+
+    async def lease(self, version: PolicyVersion, holder: str, lease_s: float) -> None:
+        """`holder` reads this version; it is not freed while the lease lasts."""
+        ...
+
+    async def release(self, version: PolicyVersion, holder: str) -> None: ...
+
+    async def leased(self) -> dict[PolicyVersion, list[str]]:
+        """Versions with live leases and their holders."""
+        ...
+
+    async def forget(self, version: PolicyVersion) -> None:
+        """Drop the manifest of a freed version."""
+        ...
+
+
+class OperatorPort(ServicePort, Protocol):
+    """What the command line uses."""
+
+    async def balance(self) -> list[Balance]: ...
+
+    async def depths(self) -> QueueDepths: ...
+
+    async def set_status(self, status: RunStatus, reason: str) -> None: ...
+
+    async def finished(self, after: str, block_ms: int) -> list[tuple[str, GroupDelivery, str]]:
+        """Groups as they come, for a person to read, without taking them: (cursor, group, producer)."""
+        ...
+
+
+class Runs(Protocol):
+    """All runs of one broker."""
+
+    async def ping(self) -> None:
+        """Raises BrokerUnavailable with host and port (never a secret) after the configured time."""
+        ...
+
+    async def create(self, record: RunRecord) -> None:
+        """Raises Refused when the id is taken."""
+        ...
+
+    async def ids(self) -> list[str]: ...
+
+    async def delete(self, run_id: str) -> int:
+        """Delete every key of the run; returns how many."""
+        ...
+
+    async def close(self) -> None: ...

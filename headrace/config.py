@@ -1,0 +1,179 @@
+"""The configuration tree: frozen, validated, and the same for every service of a run.
+
+How the values come together (TOML file < environment < command line) stands in `headrace/config_sources.py`.
+Secrets do not belong here: the tree is stored in the broker and printed by `headrace config`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunConfig(Section):
+    """What the run is called, how long it goes and where it writes."""
+
+    folder: str = "runs"
+    """The run's own folder is `<folder>/<run id>`."""
+    seed: int = Field(0, ge=0)
+    steps: int = Field(100, ge=1)
+    """Optimizer steps of the whole run."""
+
+
+class ModelConfig(Section):
+    path: str = "smollm2"
+    """A local folder or hub id of a Hugging Face causal LM; "smollm2" is the small model that set-up prepares."""
+    dtype: Dtype = "auto"
+    """What the engine computes in; "auto" is decided by a short measurement on CPU, and is bfloat16 on a GPU."""
+    wire_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """What weight versions are published in."""
+    device: str = "auto"
+    """"auto" is the first GPU where there is one, else the CPU."""
+    context_length: int = Field(512, ge=8)
+    """Prompt and completion together, in tokens."""
+
+
+class EnvironmentConfig(Section):
+    name: str
+    """"arithmetic", "reasoning_gym", or your own as `package.module:object` or `path/to/file.py:object`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor as keywords."""
+    reward: str = ""
+    """A reward by name; empty is the environment's own."""
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+    max_new_tokens: int = Field(64, ge=1)
+    stop: tuple[str, ...] = ()
+
+
+class ProducerConfig(Section):
+    count: int = Field(1, ge=0, le=1024)
+    """Producers that `headrace up` starts on this machine."""
+    engine: str = "torch"
+    """"torch", "scripted", or your own as `package.module:object`."""
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    slots: int = Field(32, ge=1, le=4096)
+    """Sequences decoded together."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the engine."""
+    reward_deadline_s: float = Field(10.0, gt=0)
+    """A reward call that takes longer fails its rollout."""
+    reward_workers: int = Field(1, ge=1, le=64)
+    """Worker processes that score beside decoding."""
+    min_group_size: int = Field(2, ge=1)
+    """A group with at least this many good rollouts is published without its failed members."""
+    lease_s: float = Field(10.0, gt=0.5)
+    """A producer silent for this long is dead, and its tasks are taken over."""
+    drain_s: float = Field(30.0, ge=0)
+    """A producer told to leave finishes what it plays for at most this long."""
+
+
+class TrainerConfig(Section):
+    groups_per_step: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1)
+    advantage: str = "grpo"
+    loss: str = "grpo"
+    learning_rate: float = Field(1e-5, gt=0, lt=1)
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.2, ge=0)
+    importance_cap: float = Field(2.0, gt=0)
+    """Truncation of the importance ratio between trainer and behaviour policy."""
+    token_budget: int = Field(2048, ge=16)
+    """Tokens of one microbatch, shared prompts counted once."""
+    autocast: Literal["auto", "bfloat16", "off"] = "auto"
+    threads: int = Field(1, ge=1)
+
+
+class StalenessConfig(Section):
+    max_lag: int = Field(4, ge=0, le=1024)
+    """A group whose oldest token is more steps behind is not trained on."""
+
+
+class WeightsConfig(Section):
+    max_live_versions: int = Field(3, ge=2)
+    """Shared-memory segments that the publisher keeps at most."""
+    lease_s: float = Field(10.0, gt=0.5)
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=1)
+    """Optimizer steps between checkpoints."""
+    keep: int = Field(2, ge=1)
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation before the first and after the last step; `samples` 0 turns it off."""
+
+    environment: str = ""
+    """Name of the environment to evaluate on; empty is the first of `environments`."""
+    prompts: int = Field(0, ge=0)
+    samples_per_prompt: int = Field(20, ge=1)
+
+
+class BrokerConfig(Section):
+    stream_block_ms: int = Field(2000, ge=10)
+    """Longest single wait on a stream."""
+    connect_timeout_s: float = Field(10.0, gt=0)
+    """How long a service waits for Redis before it gives up with a sentence."""
+    task_deadline_s: float = Field(600.0, gt=0)
+    """A task that is not finished after this long fails."""
+    max_deliveries: int = Field(4, ge=1)
+    """A task delivered more often is dead."""
+
+
+class TelemetryConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """First port of /metrics and /healthz; 0 takes a free one. Each service of `headrace up` takes the next."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    environments: tuple[EnvironmentConfig, ...] = (EnvironmentConfig(name="arithmetic"),)
+    sampling: SamplingConfig = SamplingConfig()
+    producer: ProducerConfig = ProducerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    broker: BrokerConfig = BrokerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if not self.environments:
+            raise ValueError("environments: at least one environment is needed")
+        if self.trainer.group_size > self.producer.slots:
+            raise ValueError(
+                f"trainer.group_size: {self.trainer.group_size} rollouts do not fit into producer.slots = "
+                f"{self.producer.slots}; raise the slots or lower the group size"
+            )
+        if self.producer.min_group_size > self.trainer.group_size:
+            raise ValueError(
+                f"producer.min_group_size: {self.producer.min_group_size} is more than trainer.group_size = "
+                f"{self.trainer.group_size}"
+            )
+        if self.sampling.max_new_tokens >= self.model.context_length:
+            raise ValueError(
+                f"sampling.max_new_tokens: {self.sampling.max_new_tokens} leaves no room for a prompt in "
+                f"model.context_length = {self.model.context_length}"
+            )
+        return self

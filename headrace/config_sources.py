@@ -1,0 +1,100 @@
+"""Where configuration comes from: TOML file < environment < command line, each value with its origin."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.config import Config
+from headrace.errors import ConfigError
+
+PREFIX = "HEADRACE__"
+"""`HEADRACE__TRAINER__LEARNING_RATE=3e-6` sets `trainer.learning_rate`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    config: Config
+    origins: dict[str, str]
+    """Dotted key to where its value came from; keys that are absent have their default."""
+
+
+def resolve(file: Path | None, environ: Mapping[str, str], overrides: Iterable[str]) -> Resolved:
+    """Merge all sources and validate. `overrides` are `key=value` strings of the command line.
+
+    Raises ConfigError with one sentence that names the key, the value and where it came from.
+    """
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value in _file_items(file) if file else ():
+        _put(tree, origins, key, value, str(file))
+    for name, text in sorted(environ.items()):
+        if name.startswith(PREFIX):
+            _put(tree, origins, name[len(PREFIX) :].lower().replace("__", "."), _scalar(text), f"${name}")
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {item!r} is not of the form key=value, as in trainer.learning_rate=1e-5")
+        _put(tree, origins, key, _scalar(text), "command line")
+    try:
+        return Resolved(Config.model_validate(tree), origins)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, origins)) from None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping as (dotted key, value); lists and empty mappings are leaves."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _file_items(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {file} cannot be read: {os.strerror(error.errno or 0)}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {file} is not valid TOML: {error}") from error
+    yield from flatten(tree)
+
+
+def _scalar(text: str) -> Any:
+    """A value as TOML would read it; anything that is not TOML is a plain string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(tree: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{key} (from {origin}): {parent} is a value, not a section")
+        node = child
+    node[leaf] = value
+    origins[key] = origin
+
+
+def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    origin = next((origins[known] for known in origins if known == key or key.startswith(f"{known}.")), None)
+    where = f" (from {origin})" if origin else ""
+    if first["type"] == "extra_forbidden":
+        return f"{key}{where} is not a known configuration key; `headrace config` lists all keys"
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{key} = {first['input']!r}{where}: {message}"

@@ -1,0 +1,123 @@
+"""One supervisor shape for every service: named loops in a task group, signals in the entry point only.
+
+A loop that returns is done; a loop that raises ends the service with its reason. SIGTERM and SIGINT set
+`stopping`: loops stop taking work and drain; after `drain_s`, or at a second signal, they are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from headrace.errors import HeadraceError
+
+log = logging.getLogger(__name__)
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Service:
+    """The named loops of one process."""
+
+    def __init__(self, name: str, *, drain_s: float = 30.0) -> None:
+        self.name = name
+        self.drain_s = drain_s
+        self.stopping = asyncio.Event()
+        """Set once; every loop ends by itself soon after."""
+        self.event_loop_lag_s = 0.0
+        """How late the event loop woke up last; a metric of every service."""
+        self._loops: dict[str, Loop] = {}
+        self._reason = ""
+
+    def add(self, name: str, loop: Loop) -> None:
+        """Register a loop before `run`."""
+        self._loops[name] = loop
+
+    def stop(self, reason: str) -> None:
+        """Ask all loops to drain. Only the first reason counts."""
+        if not self.stopping.is_set():
+            self._reason = reason
+            log.info("%s stops: %s", self.name, reason)
+            self.stopping.set()
+
+    async def run(self) -> None:
+        """Run all loops until they have ended. Raises the first loop's error."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(loop(), name=name) for name, loop in self._loops.items()]
+                helpers = [
+                    group.create_task(self._watch_drain(tasks), name="drain"),
+                    group.create_task(self._watch_lag(), name="event-loop-lag"),
+                ]
+                await asyncio.wait(tasks, return_when=asyncio.ALL_COMPLETED)
+                for helper in helpers:
+                    helper.cancel()
+        except* HeadraceError as group_error:
+            raise _first(group_error) from None
+
+    async def sleep(self, seconds: float) -> bool:
+        """Wait, but not longer than until the service stops. True when it stops."""
+        try:
+            await asyncio.wait_for(self.stopping.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _watch_drain(self, tasks: list[asyncio.Task[None]]) -> None:
+        await self.stopping.wait()
+        _, late = await asyncio.wait(tasks, timeout=self.drain_s)
+        for task in late:
+            log.warning("%s: %s did not drain within %.0f s", self.name, task.get_name(), self.drain_s)
+            task.cancel()
+
+    async def _watch_lag(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(1.0)
+            self.event_loop_lag_s = time.monotonic() - before - 1.0
+
+
+def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def main(name: str, start: Callable[[Service], Awaitable[None]], *, drain_s: float = 30.0) -> int:
+    """Run one service to its end under uvloop. `start` builds its parts and adds its loops.
+
+    Returns the exit code: 0 after a clean end, else that of the error, whose sentence goes to stderr.
+    """
+    import uvloop
+
+    async def serve() -> None:
+        service = Service(name, drain_s=drain_s)
+        _install_signals(service)
+        await start(service)
+        await service.run()
+
+    try:
+        uvloop.run(serve())
+    except HeadraceError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    return 0
+
+
+def _install_signals(service: Service) -> None:
+    loop = asyncio.get_running_loop()
+    current = asyncio.current_task()
+
+    def on_signal(number: int) -> None:
+        if service.stopping.is_set() and current is not None:
+            current.cancel()
+        service.stop(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)

@@ -1,0 +1,1 @@
+"""What every service tells about itself: phases, metrics, the journal, and the HTTP endpoint that shows them."""
