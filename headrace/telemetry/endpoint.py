@@ -25,7 +25,9 @@ class Endpoint:
     async def start(self, host: str, port: int) -> None:
         """Bind; port 0 takes a free one. Raises ServiceError when it is taken or reaches beyond loopback."""
         if host not in LOOPBACK:
-            raise ServiceError(f"telemetry.host = {host!r} reaches beyond loopback, where /metrics would be open; use 127.0.0.1")
+            raise ServiceError(
+                f"telemetry.host = {host!r} reaches beyond loopback, where /metrics would be open; use 127.0.0.1"
+            )
         app = web.Application()
         app.router.add_get("/metrics", self._serve_metrics)
         app.router.add_get("/healthz", self._serve_health)

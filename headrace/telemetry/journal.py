@@ -17,14 +17,14 @@ class Journal:
         """Raises ServiceError when the folder cannot be written."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = file.open("a", encoding="utf-8", buffering=1)
+            self._stream = file.open("ab", buffering=0)
         except OSError as error:
             raise ServiceError(f"journal {file} cannot be written: {error.strerror}") from error
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line. Raises ServiceError on a full disk."""
         try:
-            self._stream.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+            self._stream.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}).encode() + b"\n")
         except OSError as error:
             raise ServiceError(f"journal {self._stream.name} cannot be written: {error.strerror}") from error
 

@@ -44,9 +44,7 @@ class Metrics:
         metric = self._known.get(name)
         if metric is None:
             names = self._names(labels)
-            metric = Histogram(
-                f"headrace_{name}", help or name, names, buckets=tuple(buckets), registry=self._registry
-            )
+            metric = Histogram(f"headrace_{name}", help or name, names, buckets=tuple(buckets), registry=self._registry)
             self._known[name] = metric
         assert isinstance(metric, Histogram)
         metric.labels(**self._labels, **labels).observe(value)

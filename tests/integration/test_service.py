@@ -1,0 +1,74 @@
+"""The supervisor shape, in a real process with real signals."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+PRELUDE = """
+import asyncio, sys
+from headrace.errors import BrokerUnavailable
+from headrace.service import Service, main
+
+async def start(service):
+    async def works():
+        print("ready", flush=True)
+        await service.stopping.wait()
+        print("drained", flush=True)
+    async def stuck():
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+    async def fails():
+        raise BrokerUnavailable("Redis at 127.0.0.1:1 cannot be reached")
+    async def crashes():
+        raise KeyError("a bug")
+    for name in sys.argv[1:]:
+        service.add(name, locals()[name])
+
+sys.exit(main("test", start, drain_s=0.2))
+"""
+
+
+def launch(tmp_path: Path, *loops: str) -> subprocess.Popen[str]:
+    script = tmp_path / "service.py"
+    script.write_text(textwrap.dedent(PRELUDE))
+    return subprocess.Popen(
+        [sys.executable, str(script), *loops],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(Path.cwd())},
+    )
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    process = launch(tmp_path, "works")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == ("drained\n", "", 0)
+
+
+def test_a_loop_that_does_not_drain_is_cancelled(tmp_path: Path) -> None:
+    process = launch(tmp_path, "stuck")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "stuck did not drain" in err
+
+
+def test_an_error_of_the_tree_is_one_sentence(tmp_path: Path) -> None:
+    process = launch(tmp_path, "fails", "works")
+    _, err = process.communicate(timeout=30)
+    assert (err, process.returncode) == ("test: Redis at 127.0.0.1:1 cannot be reached\n", 3)
+
+
+def test_a_bug_shows_its_traceback(tmp_path: Path) -> None:
+    process = launch(tmp_path, "crashes")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "KeyError: 'a bug'" in err

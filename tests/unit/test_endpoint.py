@@ -1,0 +1,60 @@
+"""The HTTP endpoint of a service."""
+
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from headrace.errors import ServiceError
+from headrace.telemetry.endpoint import Endpoint
+from headrace.telemetry.journal import Journal
+from headrace.telemetry.metrics import Metrics
+
+
+async def test_serves_metrics_and_health() -> None:
+    metrics = Metrics("run-1", "trainer")
+    metrics.gauge("step", 3)
+    health = {"ok": True, "step": 3}
+    endpoint = Endpoint(metrics, lambda: health)
+    await endpoint.start("127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{endpoint.port}") as client:
+            async with client.get("/metrics") as response:
+                assert response.status == 200
+                assert "headrace_step{" in await response.text()
+            async with client.get("/healthz") as response:
+                assert (response.status, await response.json()) == (200, health)
+            health["ok"] = False
+            async with client.get("/healthz") as response:
+                assert response.status == 503
+    finally:
+        await endpoint.close()
+
+
+async def test_a_taken_port_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ServiceError, match=rf"telemetry.port = {port} on 127.0.0.1 cannot be bound .*choose another"
+        ):
+            await Endpoint(Metrics("r", "s"), dict).start("127.0.0.1", port)
+
+
+async def test_refuses_to_open_metrics_to_the_network() -> None:
+    with pytest.raises(ServiceError, match="beyond loopback"):
+        await Endpoint(Metrics("r", "s"), dict).start("0.0.0.0", 0)
+
+
+def test_a_journal_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServiceError, match="cannot be written"):
+        Journal(tmp_path / "file" / "events.jsonl")
+
+
+def test_a_full_disk_is_one_sentence() -> None:
+    journal = Journal(Path("/dev/full"))
+    with pytest.raises(ServiceError, match="No space left"):
+        journal.write("step", n=1)
