@@ -58,3 +58,4 @@ def test_a_full_disk_is_one_sentence() -> None:
     journal = Journal(Path("/dev/full"))
     with pytest.raises(ServiceError, match="No space left"):
         journal.write("step", n=1)
+    journal.close()
