@@ -29,6 +29,8 @@ class RunRecord:
     created_ms: int = 0
     folder: str = ""
     """The run's folder on the machine of the trainer."""
+    dataset_sizes: dict[str, int] = field(default_factory=dict)
+    """"train/<environment>" and "eval/<environment>" to the number of indices that a task may name."""
 
 
 @dataclass(frozen=True, slots=True)
