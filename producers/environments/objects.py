@@ -1,0 +1,81 @@
+"""Objects that users name: `package.module:object`, or `path/to/file.py:object`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import EnvironmentLoadError
+
+
+def load_object(spec: str, what: str) -> Any:
+    """The object that `spec` names. `what` ("environment", "reward") is for the sentence.
+
+    Files are found from the working directory, as are modules. Raises EnvironmentLoadError.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise EnvironmentLoadError(
+            f"{what} {spec!r} is not known; use a built-in name, `package.module:object` or `path/to/file.py:object`"
+        )
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    except EnvironmentLoadError as error:
+        raise EnvironmentLoadError(f"{what} {spec!r}: {error}") from error.__cause__
+    found = getattr(module, name, None)
+    if found is None:
+        raise EnvironmentLoadError(f"{what} {spec!r}: {place} has no object {name!r}{_known(module)}")
+    return found
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one bounded line: "ValueError: what it says"."""
+    text = " ".join(str(error).split())
+    if len(text) > 300:
+        text = f"{text[:300]}…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _from_package(name: str) -> ModuleType:
+    _searchable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise EnvironmentLoadError(f"module {name} does not import ({reason(error)})") from error
+
+
+def _from_file(file: Path) -> ModuleType:
+    file = file.expanduser().resolve()
+    # The name must be the same in every process, because answers of the file's own types are pickled by it.
+    name = f"_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise EnvironmentLoadError(f"file {file} does not exist")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise EnvironmentLoadError(f"file {file} is not a Python file")
+    _searchable(file.parent)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise EnvironmentLoadError(f"file {file} does not import ({reason(error)})") from error
+    return module
+
+
+def _searchable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _known(module: ModuleType) -> str:
+    names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return f", only {', '.join(names[:8])}" if names else ""

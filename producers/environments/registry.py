@@ -1,0 +1,78 @@
+"""Environments and rewards by name: what is built in, and what users name as their own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from headrace.config import Config, EnvironmentConfig
+from headrace.errors import EnvironmentLoadError
+from producers.environments.api import Environment, Rollout
+from producers.environments.objects import load_object, reason
+
+Reward = Callable[[Rollout], Awaitable[float] | float]
+"""A coroutine function or a plain one; it runs in a worker process of its own and may block."""
+
+METHODS = ("__len__", "eval_size", "episode", "score", "correct")
+
+
+def build_environment(config: EnvironmentConfig) -> Environment:
+    """Raises EnvironmentLoadError when it does not load, refuses its options or is no environment."""
+    factory = BUILT_IN[config.name]() if config.name in BUILT_IN else load_object(config.name, "environment")
+    if not callable(factory):
+        raise EnvironmentLoadError(f"environment {config.name!r} is {type(factory).__name__}, not a class or function")
+    try:
+        environment = factory(**config.options)
+    except EnvironmentLoadError:
+        raise
+    except Exception as error:
+        raise EnvironmentLoadError(
+            f"environment {config.name!r} cannot be made with options {config.options} ({reason(error)})"
+        ) from error
+    missing = [name for name in METHODS if not callable(getattr(environment, name, None))]
+    if missing:
+        raise EnvironmentLoadError(f"environment {config.name!r} is not an environment: it has no {', '.join(missing)}")
+    made: Environment = environment
+    return made
+
+
+def load_reward(name: str) -> Reward:
+    """A reward that the user names. Raises EnvironmentLoadError when it does not load or cannot be called."""
+    reward = load_object(name, "reward")
+    if not callable(reward):
+        raise EnvironmentLoadError(f"reward {name!r} is {type(reward).__name__}, which cannot be called with a rollout")
+    called: Reward = reward
+    return called
+
+
+def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
+    """The environments that tasks of a run may name: those trained on and the one evaluated on.
+
+    Raises EnvironmentLoadError when one name stands twice, because tasks could not tell them apart.
+    """
+    found: dict[str, EnvironmentConfig] = {}
+    for environment in config.environments:
+        if environment.name in found:
+            raise EnvironmentLoadError(
+                f"environments: {environment.name!r} stands twice; an environment needs its own name"
+            )
+        found[environment.name] = environment
+    if config.evaluation.environment and config.evaluation.environment not in found:
+        found[config.evaluation.environment] = EnvironmentConfig(name=config.evaluation.environment)
+    return found
+
+
+def _arithmetic() -> Any:
+    from producers.environments.arithmetic import Arithmetic
+
+    return Arithmetic
+
+
+def _reasoning_gym() -> Any:
+    from producers.environments.reasoning_gym_adapter import ReasoningGym
+
+    return ReasoningGym
+
+
+BUILT_IN: dict[str, Callable[[], Any]] = {"arithmetic": _arithmetic, "reasoning_gym": _reasoning_gym}
+"""Name to a function that imports and returns the factory."""
