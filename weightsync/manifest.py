@@ -1,13 +1,35 @@
-"""The manifest: what a weight version consists of, byte for byte."""
+"""The manifest: what a weight version consists of, byte for byte, and its form on the wire.
+
+On the wire it is msgpack `[schema, digest, body]`. The digest (xxh3-128) covers the body, so that a flipped byte
+is refused before anything in it is believed; it detects damage, it does not authenticate. Whoever can write
+manifests into the broker is trusted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import msgpack
+import xxhash
+
+from broker.messages import SCHEMA
+from headrace.errors import WeightError, WireError
 from headrace.version import PolicyVersion
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes."""
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Wire dtypes and the size of one element."""
+
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_TENSORS = 1 << 17
+MAX_DIMS = 8
+MAX_TEXT = 512
+"""Longest name of a tensor, host, run or segment, in characters."""
+MAX_LAYOUT_BYTES = 1 << 44
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +44,10 @@ class TensorSpec:
     offset: int
     nbytes: int
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -32,16 +58,21 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: list[tuple[str, str, tuple[int, ...]]]) -> Layout:
-        """Lay (name, dtype, shape) triples out in order, each aligned to `ALIGNMENT`."""
-        size = {"bfloat16": 2, "float16": 2, "float32": 4}
+        """Lay (name, dtype, shape) triples out in order, each aligned to `ALIGNMENT`.
+
+        Raises WeightError for an unknown dtype, a repeated name or sizes beyond the bounds of this module.
+        """
         offset, specs = 0, []
         for name, dtype, shape in shapes:
-            nbytes = size[dtype]
-            for dim in shape:
-                nbytes *= dim
+            if dtype not in DTYPE_BYTES:
+                raise WeightError(f"tensor {name!r} has dtype {dtype!r}; weights travel as {', '.join(DTYPE_BYTES)}")
+            nbytes = size_of(dtype, shape)
             specs.append(TensorSpec(name, dtype, shape, offset, nbytes))
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(specs), offset)
+            offset += aligned(nbytes)
+        layout = cls(tuple(specs), offset)
+        if reason := layout_fault(layout):
+            raise WeightError(f"this model cannot be laid out: {reason}")
+        return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +87,164 @@ class Manifest:
     segment: str
     """Name of the shared-memory segment on `host`."""
     sealed: bool
+    run_id: str = ""
+    sealed_s: float = 0.0
+    """When it was sealed: seconds since the epoch on the clock of `host`."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the next multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def size_of(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a dense tensor of a known dtype."""
+    nbytes = DTYPE_BYTES[dtype]
+    for dim in shape:
+        nbytes *= dim
+    return nbytes
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Bytes of a manifest; `decode` is the inverse. Raises WeightError for one that `decode` would refuse."""
+    if reason := manifest_fault(manifest):
+        raise WeightError(f"manifest of version {manifest.version} is not valid: {reason}")
+    tensors = [[t.name, t.dtype, list(t.shape), t.offset, t.nbytes] for t in manifest.layout.tensors]
+    body: bytes = msgpack.packb(
+        [
+            manifest.run_id,
+            list(manifest.version),
+            manifest.host,
+            manifest.segment,
+            manifest.sealed,
+            manifest.sealed_s,
+            manifest.layout.nbytes,
+            tensors,
+            [bytes.fromhex(digest) for digest in manifest.digests],
+        ]
+    )
+    data: bytes = msgpack.packb([SCHEMA, xxhash.xxh3_128_digest(body), body])
+    return data
+
+
+def decode(data: bytes) -> Manifest:
+    """Read a manifest, checked whole: a manifest that this returns has sound sizes, places, types and digests.
+
+    Raises WireError with the reason.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise WireError(f"a manifest of {len(data)} bytes is over the bound of {MAX_MANIFEST_BYTES}")
+    schema, digest, body = _typed(_unpack(data), "manifest", int, bytes, bytes)
+    if schema != SCHEMA:
+        raise WireError(f"manifest has schema {schema}, this process speaks {SCHEMA}; run one release everywhere")
+    if xxhash.xxh3_128_digest(body) != digest:
+        raise WireError("manifest does not match its own digest: its bytes were damaged on the way")
+    manifest = _from_body(body)
+    if reason := manifest_fault(manifest):
+        raise WireError(f"manifest is not valid: {reason}")
+    return manifest
+
+
+def manifest_fault(manifest: Manifest) -> str | None:
+    """Why this manifest may not be used, or None."""
+    if len(manifest.digests) != len(manifest.layout.tensors):
+        return f"{len(manifest.digests)} digests for {len(manifest.layout.tensors)} tensors"
+    if any(len(digest) != 2 * DIGEST_BYTES for digest in manifest.digests):
+        return f"a digest is not {DIGEST_BYTES} bytes"
+    if manifest.version.incarnation < 0 or manifest.version.step < 0:
+        return f"version {manifest.version} is negative"
+    for text in (manifest.run_id, manifest.host, manifest.segment):
+        if len(text) > MAX_TEXT:
+            return f"a name is longer than {MAX_TEXT} characters"
+    return layout_fault(manifest.layout)
+
+
+def layout_fault(layout: Layout) -> str | None:
+    """Why this layout is not sound, or None. Tensors must lie in order, aligned, apart, and inside `nbytes`."""
+    if not 0 < len(layout.tensors) <= MAX_TENSORS:
+        return f"{len(layout.tensors)} tensors, not 1 to {MAX_TENSORS}"
+    if not 0 <= layout.nbytes <= MAX_LAYOUT_BYTES:
+        return f"{layout.nbytes} bytes, not 0 to {MAX_LAYOUT_BYTES}"
+    names: set[str] = set()
+    end = 0
+    for tensor in layout.tensors:
+        if reason := _tensor_fault(tensor, end):
+            return f"tensor {tensor.name[:MAX_TEXT]!r} {reason}"
+        if tensor.name in names:
+            return f"tensor {tensor.name!r} appears twice"
+        names.add(tensor.name)
+        end = tensor.end
+    if end > layout.nbytes:
+        return f"its last tensor ends at {end}, beyond {layout.nbytes} bytes"
+    return None
+
+
+def _tensor_fault(tensor: TensorSpec, end: int) -> str | None:
+    """`end` is where the tensor before it ends."""
+    if not 0 < len(tensor.name) <= MAX_TEXT:
+        return f"has a name of {len(tensor.name)} characters, not 1 to {MAX_TEXT}"
+    if tensor.dtype not in DTYPE_BYTES:
+        return f"has the unknown dtype {tensor.dtype[:MAX_TEXT]!r}"
+    if len(tensor.shape) > MAX_DIMS or any(not 0 <= dim <= MAX_LAYOUT_BYTES for dim in tensor.shape):
+        return f"has a shape beyond {MAX_DIMS} dimensions or with a size out of range"
+    if tensor.nbytes != size_of(tensor.dtype, tensor.shape):
+        return f"has {tensor.nbytes} bytes, which its shape does not make"
+    if tensor.offset % ALIGNMENT:
+        return f"starts at {tensor.offset}, not a multiple of {ALIGNMENT}"
+    if tensor.offset < end:
+        return f"starts at {tensor.offset}, inside the tensor before it"
+    return None
+
+
+def _from_body(body: bytes) -> Manifest:
+    run_id, version, host, segment, sealed, sealed_s, nbytes, rows, digests = _typed(
+        _unpack(body), "manifest", str, list, str, str, bool, float, int, list, list
+    )
+    incarnation, step = _typed(version, "version", int, int)
+    if len(rows) > MAX_TENSORS or len(digests) > MAX_TENSORS:
+        raise WireError(f"manifest lists more than {MAX_TENSORS} tensors")
+    if not all(type(digest) is bytes for digest in digests):
+        raise WireError("manifest has a digest that is not bytes")
+    return Manifest(
+        version=PolicyVersion(incarnation, step),
+        layout=Layout(tuple(_tensor(row) for row in rows), nbytes),
+        digests=tuple(digest.hex() for digest in digests),
+        host=host,
+        segment=segment,
+        sealed=sealed,
+        run_id=run_id,
+        sealed_s=sealed_s,
+    )
+
+
+def _tensor(row: Any) -> TensorSpec:
+    name, dtype, shape, offset, nbytes = _typed(row, "tensor", str, str, list, int, int)
+    if len(shape) > MAX_DIMS or not all(type(dim) is int for dim in shape):
+        raise WireError(
+            f"manifest: the shape of tensor {name[:MAX_TEXT]!r} is not a list of at most {MAX_DIMS} numbers"
+        )
+    return TensorSpec(name, dtype, tuple(shape), offset, nbytes)
+
+
+def _unpack(data: bytes) -> Any:
+    """msgpack with every length bounded before it is allocated."""
+    try:
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            use_list=True,
+            max_str_len=MAX_TEXT * 4,
+            max_bin_len=len(data),
+            max_array_len=MAX_TENSORS,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"manifest is not valid msgpack: {error or type(error).__name__}") from error
+
+
+def _typed(row: Any, what: str, *types: type) -> Any:
+    """`row` as it is, once it is a list of exactly these types."""
+    if type(row) is not list or [type(value) for value in row] != list(types):
+        raise WireError(f"{what} in the manifest is not made of {', '.join(kind.__name__ for kind in types)}")
+    return row

@@ -1,0 +1,239 @@
+"""Same-host segments: one immutable file of shared memory per weight version.
+
+A writer creates a file, fills it through a mapping and lets the mapping go; from then on it is only read.
+Unlinking frees it: mappings that readers hold stay valid until they let go. The name alone says whose it is:
+
+    headrace-<run id>-<version>-<pid>-<start>-<pid namespace>-<nonce>
+
+so that the leftovers of a dead owner are told from the segments of a living one without asking it. `start` is
+the process's start time in clock ticks since boot, so that a reused pid does not pass for the owner.
+multiprocessing.shared_memory is not used: its resource tracker unlinks segments that other processes still own.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import WeightError
+from headrace.version import PolicyVersion
+
+FOLDER_VARIABLE = "HEADRACE_SHM_DIR"
+"""Where segments lie; unset it is /dev/shm."""
+MAX_RUN_ID = 128
+ORPHAN_AGE_S = 600.0
+"""A segment of another run is removed when its owner is dead and it is at least this old."""
+
+Bytes = npt.NDArray[np.uint8]
+
+_NAME = re.compile(
+    r"headrace-(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,127})-(?P<incarnation>\d{1,18})\.(?P<step>\d{1,18})"
+    r"-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-(?P<namespace>\d{1,20})-(?P<nonce>[0-9a-f]{8})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, told apart from a later one with the same pid, and from one of another pid namespace."""
+
+    pid: int
+    start: int
+    namespace: int
+
+    @classmethod
+    def this(cls) -> Owner:
+        pid = os.getpid()
+        return cls(pid, _start_ticks(pid) or 0, _namespace())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still live: true also for one of another pid namespace, which cannot be looked up here."""
+        return self.namespace != _namespace() or _start_ticks(self.pid) == self.start
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    run_id: str
+    version: PolicyVersion
+    owner: Owner
+    nonce: str
+
+    def __str__(self) -> str:
+        owner = self.owner
+        return f"headrace-{self.run_id}-{self.version}-{owner.pid}-{owner.start}-{owner.namespace}-{self.nonce}"
+
+    @classmethod
+    def parse(cls, text: str) -> SegmentName | None:
+        """The inverse of `str`; None for anything else."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return None
+        version = PolicyVersion(int(match["incarnation"]), int(match["step"]))
+        owner = Owner(int(match["pid"]), int(match["start"]), int(match["namespace"]))
+        return cls(match["run"], version, owner, match["nonce"])
+
+
+class NewSegment:
+    """A segment that its owner fills. `data` is writable until `seal` or `discard`, and must have no view left then."""
+
+    def __init__(self, path: Path, mapping: mmap.mmap, nbytes: int) -> None:
+        self.name = path.name
+        self.nbytes = nbytes
+        self._path = path
+        self._mapping = mapping
+
+    @property
+    def data(self) -> memoryview:
+        """The whole segment; views on it must be gone before `seal` or `discard`."""
+        return memoryview(self._mapping)[: self.nbytes]
+
+    def seal(self) -> None:
+        """Let the writable mapping go; the file stays."""
+        self._mapping.close()
+
+    def discard(self) -> None:
+        """Remove the file. The memory goes back once no view on `data` is left."""
+        self._path.unlink(missing_ok=True)
+
+
+class Arena:
+    """The segments of one host, in one folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Raises WeightError when there is no folder for segments."""
+        self.folder = folder if folder is not None else default_folder(os.environ)
+
+    def create(self, run_id: str, version: PolicyVersion, nbytes: int) -> NewSegment:
+        """A new segment of `nbytes`, all of it reserved, readable and writable by this user only.
+
+        Raises WeightError when the memory is not there (instead of a SIGBUS at the first touch).
+        """
+        name = str(SegmentName(run_id, version, Owner.this(), secrets.token_hex(4)))
+        if SegmentName.parse(name) is None:
+            raise WeightError(
+                f"run id {run_id!r} cannot name a shared-memory segment; use letters, digits, dots and dashes"
+            )
+        try:
+            return self._create(self.folder / name, nbytes)
+        except OSError as error:
+            raise WeightError(self._cannot_create(error, nbytes)) from error
+
+    def open(self, name: str, nbytes: int) -> Bytes | None:
+        """Map a segment for reading; None when it is gone. The mapping lives as long as the array and its views.
+
+        Raises WeightError for a name that is no segment's, or a file that is not one of `nbytes` bytes.
+        """
+        if SegmentName.parse(name) is None:
+            raise WeightError(f"{name[:256]!r} is not the name of a weight segment")
+        try:
+            file = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise WeightError(f"weight segment {self.folder / name} cannot be opened: {error.strerror}") from error
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != max(nbytes, 1):
+                raise WeightError(f"weight segment {name} has {found.st_size} bytes, its manifest says {nbytes}")
+            mapping = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError as error:
+            raise WeightError(f"weight segment {name} cannot be mapped: {error.strerror}") from error
+        finally:
+            os.close(file)
+        return np.frombuffer(mapping, np.uint8, nbytes)
+
+    def segments(self, run_id: str | None = None) -> list[SegmentName]:
+        """What lies here, of one run or of all, oldest version first."""
+        found = (SegmentName.parse(entry.name) for entry in self.folder.iterdir())
+        return sorted(
+            (name for name in found if name is not None and run_id in (None, name.run_id)),
+            key=lambda name: (name.run_id, name.version),
+        )
+
+    def exists(self, name: SegmentName) -> bool:
+        return (self.folder / str(name)).exists()
+
+    def remove(self, name: SegmentName) -> bool:
+        """Free a segment; readers keep what they have mapped. False when it was gone already."""
+        try:
+            (self.folder / str(name)).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def sweep(self, run_id: str | None = None, orphan_age_s: float = ORPHAN_AGE_S) -> list[SegmentName]:
+        """Remove what dead owners left behind: all of `run_id`'s, and of other runs what is old enough."""
+        removed = []
+        for name in self.segments():
+            if name.owner.alive or (name.run_id != run_id and self._age_s(name) < orphan_age_s):
+                continue
+            if self.remove(name):
+                removed.append(name)
+        return removed
+
+    def _age_s(self, name: SegmentName) -> float:
+        try:
+            return time.time() - (self.folder / str(name)).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _create(self, path: Path, nbytes: int) -> NewSegment:
+        size = max(nbytes, 1)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size)
+            return NewSegment(path, mmap.mmap(file, size), nbytes)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(file)
+
+    def _cannot_create(self, error: OSError, nbytes: int) -> str:
+        if error.errno != errno.ENOSPC:
+            return f"no weight segment can be created in {self.folder}: {error.strerror}"
+        free = os.statvfs(self.folder)
+        return (
+            f"{self.folder} has {free.f_bavail * free.f_frsize / 1e6:.0f} MB left, a weight version needs "
+            f"{nbytes / 1e6:.0f} MB; enlarge it (a container's --shm-size), lower weights.max_live_versions, "
+            f"or set {FOLDER_VARIABLE} to a folder with more room"
+        )
+
+
+def default_folder(environ: Mapping[str, str]) -> Path:
+    """The folder that the environment names, else /dev/shm. Raises WeightError when neither can be written."""
+    named = environ.get(FOLDER_VARIABLE)
+    folder = Path(named or "/dev/shm")  # noqa: S108 - shared memory, not a temporary file; names are exclusive
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return folder
+    source = f"{FOLDER_VARIABLE} = {named!r}" if named else f"{folder}"
+    raise WeightError(
+        f"{source} cannot be written; set {FOLDER_VARIABLE} to a folder that all services of this host share"
+    )
+
+
+def _namespace() -> int:
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat (proc(5)): start in clock ticks after boot; None for no such process or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X", "x") else int(fields[19])
