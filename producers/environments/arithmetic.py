@@ -103,7 +103,7 @@ class Space:
         self._size = int(self._base**terms * len(self._operators) ** (terms - 1))
         if self._size > LARGEST:
             raise EnvironmentLoadError(
-                f"arithmetic: digits = {digits} with terms = {terms} makes more than 2**53 expressions; lower one of them"
+                f"arithmetic: digits = {digits} with terms = {terms} makes more than 2**53 expressions; lower one"
             )
 
     def __len__(self) -> int:

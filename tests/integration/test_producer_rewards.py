@@ -1,0 +1,191 @@
+"""Rewards in real worker processes: what raises, hangs or dies is a reason, and the next rollout is scored."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.config import EnvironmentConfig
+from producers.environments.api import Rollout
+from producers.rewards.scorer import Scorer
+from producers.rewards.worker import Score
+
+OWN = """
+import asyncio, os, sys, time
+from dataclasses import dataclass
+from producers.environments.single_turn import SingleTurn
+
+@dataclass(frozen=True)
+class Answer:
+    value: float
+
+class Stubborn(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+
+class Own:
+    def __len__(self): return 1
+    def eval_size(self): return 1
+    def episode(self, split, index, seed): return SingleTurn("?", Answer(0.75))
+    async def score(self, rollout):
+        what = rollout.completion
+        if what == "raise": raise ValueError("bad\\nvalue " + "x" * 1000)
+        if what == "stubborn": raise Stubborn("cannot", "be pickled")
+        if what == "timeout": raise TimeoutError("its own")
+        if what == "hang": time.sleep(600)
+        if what == "hang politely": await asyncio.sleep(600)
+        if what == "die": os._exit(3)
+        if what == "exit": sys.exit(4)
+        if what == "nan": return float("nan")
+        if what == "text": return "good"
+        return rollout.answer.value
+    def correct(self, rollout): return rollout.completion == "right"
+
+def plain(rollout): return 2
+async def patient(rollout):
+    await asyncio.sleep(0)
+    return 3.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.fixture
+async def scorer(file: Path) -> AsyncIterator[Scorer]:
+    own = f"{file}:Own"
+    environments = {
+        "own": EnvironmentConfig(name=own),
+        "plain": EnvironmentConfig(name=own, reward=f"{file}:plain"),
+        "patient": EnvironmentConfig(name=own, reward=f"{file}:patient"),
+        "missing": EnvironmentConfig(name=own, reward=f"{file}:missing"),
+    }
+    scorer = Scorer(environments, workers=1, deadline_s=1.0)
+    scorer.start()
+    yield scorer
+    await scorer.close()
+    await scorer.close()
+
+
+def rollout(completion: str, file: Path) -> Rollout:
+    from producers.environments.registry import build_environment
+
+    answer = build_environment(EnvironmentConfig(name=f"{file}:Own")).episode("train", 0, 0).answer
+    return Rollout("own", 0, "", completion, (), answer, "stop")
+
+
+async def test_rewards_come_back_and_failures_are_reasons(scorer: Scorer, file: Path) -> None:
+    async def score(completion: str, name: str = "own", kind: str = "train") -> Score:
+        return await scorer.score(name, kind, rollout(completion, file))  # type: ignore[arg-type]
+
+    assert await score("fine") == Score(0.75)
+    assert await score("fine", "plain") == Score(2.0)
+    assert await score("fine", "patient") == Score(3.0)
+    assert await score("right", kind="eval") == Score(1.0)
+    assert await score("wrong", "plain", kind="eval") == Score(0.0)
+
+    raised = (await score("raise")).failure
+    assert raised.startswith("reward raised ValueError: bad value xxx")
+    assert len(raised) < 400
+    assert (await score("stubborn")).failure == "reward raised Stubborn: cannot"
+    assert (await score("timeout")).failure == "reward raised TimeoutError: its own"
+    assert (await score("nan")).failure == "reward is nan, not a finite number"
+    assert (await score("text")).failure == "reward returned str, not a number"
+    assert "has no object 'missing'" in (await score("fine", "missing")).failure
+    assert "SystemExit: 4" in (await score("exit")).failure
+    assert await score("fine") == Score(0.75)
+
+
+@pytest.mark.parametrize("how", ["hang", "hang politely"])
+async def test_a_reward_that_hangs_is_killed_and_the_others_are_scored(scorer: Scorer, file: Path, how: str) -> None:
+    calls = [scorer.score("own", "train", rollout(what, file)) for what in ("fine", how, "fine")]
+    before, hung, after = await asyncio.gather(*calls)
+    assert hung == Score(failure="reward took longer than 1 s")
+    assert before == after == Score(0.75)
+    assert scorer.open_calls == 0
+
+
+async def test_a_reward_that_ends_its_process_is_a_reason(scorer: Scorer, file: Path) -> None:
+    died = await scorer.score("own", "train", rollout("die", file))
+    assert died == Score(failure="reward ended its worker process (exit code 3)")
+    assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75)
+
+
+async def test_a_worker_killed_while_idle_is_replaced(scorer: Scorer, file: Path) -> None:
+    assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75)
+    for child in workers_of(os.getpid()):
+        child.kill()
+    for _ in range(20):
+        if await scorer.score("own", "train", rollout("fine", file)) == Score(0.75):
+            return
+    pytest.fail("no rollout was scored after the worker was killed")
+
+
+async def test_what_cannot_be_pickled_is_a_reason(scorer: Scorer) -> None:
+    unsendable = Rollout("own", 0, "", "", (), lambda: 0, "stop")
+    assert "cannot be sent to its reward" in (await scorer.score("own", "train", unsendable)).failure
+
+
+async def test_closing_ends_open_calls_and_leaves_no_process(scorer: Scorer, file: Path) -> None:
+    call = asyncio.ensure_future(scorer.score("own", "train", rollout("fine", file)))
+    await call
+    hanging = asyncio.ensure_future(scorer.score("own", "train", rollout("hang politely", file)))
+    await asyncio.sleep(0)
+    await scorer.close()
+    assert not workers_of(os.getpid())
+    hanging.cancel()
+    await asyncio.wait({hanging})
+
+
+PARENT = """
+import asyncio, sys
+from headrace.config import EnvironmentConfig
+from producers.environments.api import Rollout
+from producers.rewards.scorer import Scorer
+
+async def main():
+    scorer = Scorer({"arithmetic": EnvironmentConfig(name="arithmetic")}, workers=2, deadline_s=5)
+    scorer.start()
+    print(await scorer.score("arithmetic", "train", Rollout("arithmetic", 0, "", "11", (), 11, "stop")), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_workers_leave_when_their_producer_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().startswith("Score(reward=1.0")
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len(children) >= 2
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()  # type: ignore[union-attr]
+    until = time.monotonic() + 20
+    _, alive = psutil.wait_procs(children, timeout=until - time.monotonic())
+    assert not alive
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    children = psutil.Process(pid).children()
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
