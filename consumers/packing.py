@@ -1,0 +1,140 @@
+"""Packing: a group's rollouts share their longest common prefix, and groups share microbatches.
+
+A group becomes a block [prefix | suffix 1 | … | suffix n]: the prefix is computed once, each suffix sees the prefix
+and itself, and its positions go on where the prefix ends. Blocks lie beside each other in one row per microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.messages import Trajectory
+from headrace.policy.blocks import Block
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One microbatch: T packed tokens, of which N targets enter the loss."""
+
+    token_ids_T: Int64
+    positions_T: Int64
+    blocks: tuple[Block, ...]
+    sources_N: Int64
+    """Index into T of the token whose hidden state predicts the target."""
+    targets_N: Int64
+    """Token id of the target."""
+    behaviour_N: Float32
+    advantages_N: Float32
+    lengths_N: Float32
+    """Loss tokens of the target's rollout."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One rollout that enters the backward pass."""
+
+    trajectory: Trajectory
+    advantage: float
+
+
+def pack(groups: Iterable[Sequence[Sample]], token_budget: int) -> list[Row]:
+    """Rows of at most `token_budget` tokens, filled in order; a larger block is split between its rollouts.
+
+    A single rollout over the budget has a row of its own. Samples whose loss mask is empty are left out.
+    """
+    rows: list[Row] = []
+    blocks: list[tuple[int, Sequence[Sample]]] = []
+    used = 0
+    for group in groups:
+        for prefix, samples in split([s for s in group if s.trajectory.loss_mask_T[1:].any()], token_budget):
+            length = block_length(prefix, samples)
+            if blocks and used + length > token_budget:
+                rows.append(_row(blocks))
+                blocks, used = [], 0
+            blocks.append((prefix, samples))
+            used += length
+    if blocks:
+        rows.append(_row(blocks))
+    return rows
+
+
+def split(samples: Sequence[Sample], token_budget: int) -> list[tuple[int, Sequence[Sample]]]:
+    """(prefix length, samples) of the blocks of one group, halved until each fits or holds one rollout."""
+    if not samples:
+        return []
+    prefix = shared_prefix([sample.trajectory for sample in samples])
+    if len(samples) == 1 or block_length(prefix, samples) <= token_budget:
+        return [(prefix, samples)]
+    half = len(samples) // 2
+    return split(samples[:half], token_budget) + split(samples[half:], token_budget)
+
+
+def block_length(prefix: int, samples: Sequence[Sample]) -> int:
+    return prefix + sum(sample.trajectory.token_ids_T.size - prefix for sample in samples)
+
+
+def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
+    """Tokens that all begin with. No loss target is among them, and each suffix has at least one token."""
+    first = trajectories[0]
+    limit = min(int(np.argmax(trajectory.loss_mask_T)) for trajectory in trajectories)
+    limit = min(limit, *(trajectory.token_ids_T.size - 1 for trajectory in trajectories))
+    for trajectory in trajectories[1:]:
+        differs = np.flatnonzero(first.token_ids_T[:limit] != trajectory.token_ids_T[:limit])
+        limit = int(differs[0]) if differs.size else limit
+    return limit
+
+
+def _row(blocks: list[tuple[int, Sequence[Sample]]]) -> Row:
+    tokens: list[npt.NDArray[np.int32]] = []
+    positions: list[Int64] = []
+    targets: list[tuple[npt.NDArray[Any], ...]] = []
+    places: list[Block] = []
+    at = 0
+    for prefix, samples in blocks:
+        tokens.append(samples[0].trajectory.token_ids_T[:prefix])
+        positions.append(np.arange(prefix))
+        start = at + prefix
+        for sample in samples:
+            suffix_ids = sample.trajectory.token_ids_T[prefix:]
+            tokens.append(suffix_ids)
+            positions.append(np.arange(prefix, prefix + suffix_ids.size))
+            targets.append(_targets(sample, prefix, at, start))
+            start += suffix_ids.size
+        places.append(Block(at, prefix, tuple(s.trajectory.token_ids_T.size - prefix for s in samples)))
+        at = start
+    sources_N, targets_N, behaviour_N, advantages_N, lengths_N = (
+        np.concatenate(column) for column in zip(*targets, strict=True)
+    )
+    return Row(
+        token_ids_T=np.concatenate(tokens).astype(np.int64),
+        positions_T=np.concatenate(positions).astype(np.int64),
+        blocks=tuple(places),
+        sources_N=sources_N.astype(np.int64),
+        targets_N=targets_N.astype(np.int64),
+        behaviour_N=behaviour_N.astype(np.float32),
+        advantages_N=advantages_N.astype(np.float32),
+        lengths_N=lengths_N.astype(np.float32),
+    )
+
+
+def _targets(sample: Sample, prefix: int, at: int, start: int) -> tuple[npt.NDArray[Any], ...]:
+    """Columns of one rollout's loss tokens; its block begins at `at`, its suffix at `start`."""
+    trajectory = sample.trajectory
+    chosen = np.flatnonzero(trajectory.loss_mask_T)
+    chosen = chosen[chosen > 0]  # nothing predicts the first token
+    before = chosen - 1
+    return (
+        np.where(before < prefix, at + before, start + before - prefix),
+        trajectory.token_ids_T[chosen],
+        trajectory.logprobs_T[chosen],
+        np.full(chosen.size, sample.advantage),
+        np.full(chosen.size, chosen.size),
+    )
