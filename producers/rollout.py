@@ -1,0 +1,184 @@
+"""One member of a group: an episode played against the engine, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from broker.messages import FinishReason, Task
+from headrace.config import SamplingConfig
+from headrace.errors import HeadraceError, ModelError
+from producers.chat import Chat
+from producers.engines.api import Completion, Engine, Request, SamplingParams
+from producers.environments.api import Done, Environment, Episode, Observation, Rollout, Turn
+from producers.environments.objects import reason
+from producers.transcript import Transcript
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """What all rollouts of a producer share."""
+
+    engine: Engine
+    chat: Chat
+    sampling: SamplingConfig
+    environment_deadline_s: float
+    """An environment that takes longer for one of its steps fails its rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A finished rollout, before its reward is known."""
+
+    rollout: Rollout
+    transcript: Transcript
+    finish_reason: FinishReason
+    reward: float | None
+    """None: to be scored."""
+    queue_s: float
+    decode_s: float
+
+
+class RolloutFailed(Exception):
+    """This rollout has no sample to give. Its text is the reason."""
+
+
+async def play(player: Player, environment: Environment, task: Task, member: int) -> Played:
+    """Play member `member` (from 0) of a task.
+
+    Raises RolloutFailed with a reason for what is wrong with this rollout alone, EngineError for a broken engine.
+    A cancelled call aborts its request.
+    """
+    episode = await _asked(player, _episode(environment, task))
+    try:
+        return await _Game(player, task, member, episode).play()
+    finally:
+        await _asked(player, episode.close())
+
+
+class _Game:
+    """One episode under way."""
+
+    def __init__(self, player: Player, task: Task, member: int, episode: Episode) -> None:
+        self._player, self._task, self._member, self._episode = player, task, member, episode
+        self._transcript = Transcript()
+        self._turns: list[Turn] = []
+        self._prompt = ""
+        self._queue_s = self._decode_s = 0.0
+
+    async def play(self) -> Played:
+        """Each turn adds at least one token, so the context bounds the number of turns."""
+        observation = await _asked(self._player, self._episode.reset())
+        self._prompt = "\n".join(message.content for message in observation.messages)
+        self._show(observation, last_token=None)
+        while True:
+            completion = await self._complete()
+            turn = Turn(self._player.chat.text(completion.token_ids_N), completion.finish_reason)
+            self._turns.append(turn)
+            answer = await _asked(self._player, self._episode.step(turn))
+            if isinstance(answer, Done):
+                return self._played(completion.finish_reason, answer.reward)
+            if not self._show(answer, last_token=int(completion.token_ids_N[-1])):
+                return self._played("length", None)
+
+    def _show(self, observation: Observation, last_token: int | None) -> bool:
+        """Append what the model sees next. False when no room for an answer is left; the first prompt must fit."""
+        chat, limit = self._player.chat, self._player.engine.context_length
+        try:
+            if last_token is None:
+                tokens = chat.prompt(observation.messages)
+            else:
+                tokens = chat.follow_up(observation.messages, last_token)
+        except ModelError as error:
+            raise RolloutFailed(str(error)) from error
+        if last_token is None and not len(tokens):
+            raise RolloutFailed("prompt is empty")
+        if len(self._transcript) + len(tokens) >= limit:
+            if last_token is None:
+                raise RolloutFailed(
+                    f"prompt of {len(tokens)} tokens leaves no room for an answer in a context of {limit} "
+                    f"(model.context_length)"
+                )
+            return False
+        self._transcript.observe(tokens)
+        return True
+
+    async def _complete(self) -> Completion:
+        engine, sampling = self._player.engine, self._player.sampling
+        turn = len(self._turns)
+        request = Request(
+            request_id=f"{self._task.task_id}/{self._member}/{turn}",
+            prompt_ids_P=self._transcript.token_ids(),
+            sampling=SamplingParams(
+                max_new_tokens=min(sampling.max_new_tokens, engine.context_length - len(self._transcript)),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop_token_ids=self._player.chat.stop_token_ids,
+                stop=sampling.stop,
+                seed=request_seed(self._task.seed, self._member, turn),
+            ),
+        )
+        try:
+            completion = await engine.generate(request)
+        except asyncio.CancelledError:
+            engine.abort(request.request_id)
+            raise
+        self._queue_s += completion.queue_s
+        self._decode_s += completion.decode_s
+        if completion.finish_reason == "abort" or not len(completion.token_ids_N):
+            raise RolloutFailed("the engine aborted it")
+        self._transcript.complete(completion)
+        return completion
+
+    def _played(self, finish_reason: FinishReason, reward: float | None) -> Played:
+        rollout = Rollout(
+            environment=self._task.environment,
+            index=self._task.index,
+            prompt=self._prompt,
+            completion=self._turns[-1].text,
+            turns=tuple(self._turns),
+            answer=self._episode.answer,
+            finish_reason=finish_reason,
+        )
+        return Played(rollout, self._transcript, finish_reason, reward, self._queue_s, self._decode_s)
+
+
+def request_seed(task_seed: int, member: int, turn: int) -> int:
+    """63 bits that differ for every request of a task, and are the same when the task is played again."""
+    digest = hashlib.blake2b(f"{task_seed}/{member}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+async def _episode(environment: Environment, task: Task) -> Episode:
+    """All members play the same index and seed. An index beyond the dataset goes on from its start."""
+    split = "train" if task.kind == "train" else "eval"
+    size = len(environment) if split == "train" else environment.eval_size()
+    if size < 1:
+        raise RolloutFailed(f"environment {task.environment!r} has no {split} episodes")
+    return environment.episode(split, task.index % size, task.seed)
+
+
+async def _asked(player: Player, call: Coroutine[Any, Any, T]) -> T:
+    """What the user's environment answers. Raises RolloutFailed when it raises or takes too long."""
+    # A task holds its exception as a value, whatever its type.
+    task = asyncio.ensure_future(call)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=player.environment_deadline_s)
+    finally:
+        task.cancel()
+    if not done:
+        raise RolloutFailed(f"environment took longer than {player.environment_deadline_s:g} s")
+    if task.cancelled():
+        raise RolloutFailed("environment cancelled its own call")
+    error = task.exception()
+    if isinstance(error, RolloutFailed | HeadraceError):
+        raise error
+    if error is not None:
+        raise RolloutFailed(f"environment raised {reason(error)}") from error
+    return task.result()

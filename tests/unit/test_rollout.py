@@ -1,0 +1,325 @@
+"""One member and one group, played against the scripted engine with bytes as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.messages import Task, TaskDelivery, VersionSpan
+from broker.validate import Limits, check_group
+from headrace.config import SamplingConfig
+from headrace.errors import EngineError
+from headrace.version import PolicyVersion
+from producers.chat import ByteChat
+from producers.engines.api import Completion
+from producers.engines.scripted import ScriptedEngine
+from producers.environments.api import Done, Episode, Message, Observation, Rollout, Turn
+from producers.environments.single_turn import SingleTurn
+from producers.group import Member, Occupancy, Stage, assemble, failed_group, play_group
+from producers.rewards.worker import Score
+from producers.rollout import Player, RolloutFailed, play, request_seed
+from producers.transcript import Transcript
+
+FIRST = PolicyVersion(1, 0)
+TASK = Task("t1", "train", "chatty", 5, 77, 4, FIRST, 0)
+
+
+class Chatty:
+    """Answers every completion with "go on", until it has seen `turns`."""
+
+    def __init__(self, turns: int, fault: Callable[[str], object] | None = None) -> None:
+        self.turns, self.seen, self.fault, self.closed = turns, 0, fault or (lambda where: None), False
+
+    answer = "the end"
+
+    async def reset(self) -> Observation:
+        self.fault("reset")
+        return Observation((Message("user", "hello"),))
+
+    async def step(self, turn: Turn) -> Observation | Done:
+        self.fault("step")
+        self.seen += 1
+        return Done(0.5) if self.seen == self.turns else Observation((Message("user", "go on"),))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Chats:
+    """An environment that makes what `factory` makes."""
+
+    def __init__(self, factory: Callable[[int, int], Episode], evals: int = 3) -> None:
+        self.factory, self.evals = factory, evals
+        self.made: list[tuple[str, int, int]] = []
+
+    def __len__(self) -> int:
+        return 4
+
+    def eval_size(self) -> int:
+        return self.evals
+
+    def episode(self, split: str, index: int, seed: int) -> Episode:
+        self.made.append((split, index, seed))
+        return self.factory(index, seed)
+
+    async def score(self, rollout: Rollout) -> float:
+        return 1.0
+
+    def correct(self, rollout: Rollout) -> bool:
+        return True
+
+
+class Scores:
+    """Scores in this process: the given outcomes in turn, then 1."""
+
+    def __init__(self, *scores: Score) -> None:
+        self.scores, self.kinds = list(scores), list[str]()
+
+    async def score(self, name: str, kind: str, rollout: Rollout) -> Score:
+        self.kinds.append(kind)
+        return self.scores.pop(0) if self.scores else Score(1.0)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    engine = ScriptedEngine(slots=3, context_length=200, length_mean=6.0)
+    await engine.start()
+    await engine.commit(FIRST)
+    yield engine
+    await engine.close()
+
+
+def player(engine: ScriptedEngine, deadline_s: float = 5.0, **sampling: int) -> Player:
+    return Player(engine, ByteChat(), SamplingConfig(**{"max_new_tokens": 16, **sampling}), deadline_s)
+
+
+def stage(player: Player, environment: Chats, scorer: Scores, **more: object) -> Stage:
+    return replace(
+        Stage("p1", player, {"chatty": environment}, scorer, min_group_size=2, occupancy=Occupancy()), **more
+    )
+
+
+async def test_turns_become_one_trajectory_with_observations_masked(engine: ScriptedEngine) -> None:
+    episode = Chatty(turns=3)
+    played = await play(player(engine), Chats(lambda index, seed: episode), TASK, 0)
+    trajectory = played.transcript.trajectory(0.5, played.finish_reason)
+
+    assert (played.reward, played.rollout.answer, played.rollout.index) == (0.5, "the end", 5)
+    assert episode.closed
+    assert len(played.rollout.turns) == 3
+    assert played.rollout.completion == played.rollout.turns[-1].text
+    mask = trajectory.loss_mask_T
+    assert bytes(trajectory.token_ids_T[~mask].astype(np.uint8)).replace(b"\0", b"") == b"hello\ngo on\ngo on\n"
+    assert (trajectory.logprobs_T[mask] == np.float32(-np.log(256))).all()
+    assert (trajectory.logprobs_T[~mask] == 0).all()
+    assert [mask[span.start : span.end].all() for span in trajectory.spans] == [True] * 3
+    assert sum(span.end - span.start for span in trajectory.spans) == mask.sum()
+
+
+async def test_the_same_task_is_played_the_same_again(engine: ScriptedEngine) -> None:
+    environment = Chats(lambda index, seed: Chatty(turns=2))
+    plays = [await play(player(engine), environment, TASK, member) for member in (0, 0, 1)]
+    first, again, other = (bytes(played.transcript.token_ids()) for played in plays)
+    assert first == again
+    assert first != other
+    assert environment.made == [("train", 1, 77)] * 3
+
+
+def test_requests_have_seeds_of_their_own() -> None:
+    seeds = {request_seed(task, member, turn) for task in range(8) for member in range(8) for turn in range(8)}
+    assert len(seeds) == 512
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_the_context_ends_a_conversation(engine: ScriptedEngine) -> None:
+    played = await play(player(engine), Chats(lambda index, seed: Chatty(turns=1000)), TASK, 0)
+    assert played.finish_reason == "length"
+    assert played.reward is None
+    assert 150 < len(played.transcript) <= 200
+    assert played.transcript.trajectory(0.0, "length").loss_mask_T[-1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("x" * 199, r"prompt of 200 tokens leaves no room for an answer in a context of 200 \(model.context_length\)"),
+        ("x" * 198, None),
+    ],
+)
+async def test_a_prompt_must_leave_room_for_an_answer(engine: ScriptedEngine, prompt: str, reason: str | None) -> None:
+    environment = Chats(lambda index, seed: SingleTurn(prompt, None))
+    if reason is None:
+        assert len((await play(player(engine), environment, TASK, 0)).transcript) == 200
+        return
+    with pytest.raises(RolloutFailed, match=reason):
+        await play(player(engine), environment, TASK, 0)
+
+
+def fault(where: str, kind: type[BaseException]) -> Callable[[str], object]:
+    def raise_there(place: str) -> object:
+        if place == where:
+            raise kind("broken")
+        return None
+
+    return raise_there
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+async def test_an_environment_that_raises_fails_its_rollout(engine: ScriptedEngine, where: str) -> None:
+    episode = Chatty(2, fault(where, KeyError))
+    with pytest.raises(RolloutFailed, match="environment raised KeyError: 'broken'"):
+        await play(player(engine), Chats(lambda index, seed: episode), TASK, 0)
+    assert episode.closed
+
+
+async def test_an_environment_that_hangs_fails_its_rollout(engine: ScriptedEngine) -> None:
+    class Hangs(Chatty):
+        async def step(self, turn: Turn) -> Observation | Done:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    with pytest.raises(RolloutFailed, match=r"environment took longer than 0.05 s"):
+        await play(player(engine, deadline_s=0.05), Chats(lambda index, seed: Hangs(1)), TASK, 0)
+
+
+async def test_without_a_held_out_part_there_is_nothing_to_evaluate(engine: ScriptedEngine) -> None:
+    with pytest.raises(RolloutFailed, match="'chatty' has no eval episodes"):
+        await play(player(engine), Chats(lambda index, seed: Chatty(1), evals=0), replace(TASK, kind="eval"), 0)
+
+
+async def test_a_cancelled_rollout_frees_its_slot() -> None:
+    engine = ScriptedEngine(slots=1, length_mean=1000.0, length_sigma=0.0, step_s=0.001)
+    await engine.start()
+    await engine.commit(FIRST)
+    rollout = asyncio.ensure_future(
+        play(player(engine, max_new_tokens=400), Chats(lambda index, seed: Chatty(1)), TASK, 0)
+    )
+    async with asyncio.timeout(10):
+        while not engine.stats().busy_slots:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+    rollout.cancel()
+    await asyncio.wait({rollout})
+    assert engine.stats().busy_slots == engine.stats().waiting == 0
+    await engine.close()
+
+
+async def test_a_group_is_played_scored_and_valid(engine: ScriptedEngine) -> None:
+    scorer = Scores(*(Score(reward) for reward in (0.0, 1.0, 2.0, 3.0)))
+    environment = Chats(lambda index, seed: SingleTurn("?", index))
+    here = stage(player(engine), environment, scorer)
+    here.occupancy.move(playing=4)
+    group = await play_group(here, TaskDelivery("1-0", 2, TASK))
+
+    assert check_group(group, Limits(256, {"train": 4})) is None
+    assert (group.task_id, group.attempt, group.producer, group.error, group.failures) == ("t1", 2, "p1", "", ())
+    assert sorted(trajectory.reward for trajectory in group.trajectories) == [0.0, 1.0, 2.0, 3.0]
+    assert set(group.seconds) == {"queue", "decode", "score", "total"}
+    assert group.seconds["total"] >= group.seconds["decode"] > 0
+    assert (here.occupancy.playing, here.occupancy.scoring) == (0, 0)
+    assert scorer.kinds == ["train"] * 4
+
+
+async def test_an_episode_that_gives_its_reward_is_not_scored_unless_the_user_named_a_reward(
+    engine: ScriptedEngine,
+) -> None:
+    environment, scorer = Chats(lambda index, seed: Chatty(1)), Scores()
+    here = stage(player(engine), environment, scorer)
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK))
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.5] * 4
+    assert scorer.kinds == []
+    named = await play_group(replace(here, rewarded=frozenset({"chatty"})), TaskDelivery("1-0", 1, TASK))
+    assert [trajectory.reward for trajectory in named.trajectories] == [1.0] * 4
+    await play_group(here, TaskDelivery("1-0", 1, replace(TASK, kind="eval")))
+    assert scorer.kinds == ["train"] * 4 + ["eval"] * 4
+
+
+async def test_failed_members_leave_the_group(engine: ScriptedEngine) -> None:
+    scorer = Scores(Score(1.0), Score(failure="reward raised ValueError: no"), Score(1.0), Score(1.0))
+    here = stage(player(engine), Chats(lambda index, seed: SingleTurn("?", 1)), scorer)
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK))
+    assert len(group.trajectories) == 3
+    assert group.failures == ("reward raised ValueError: no",)
+    assert group.error == ""
+
+
+async def test_a_group_with_too_few_good_members_has_failed(engine: ScriptedEngine) -> None:
+    scorer = Scores(Score(1.0), *[Score(failure="reward took longer than 10 s")] * 3)
+    here = stage(player(engine), Chats(lambda index, seed: SingleTurn("?", 1)), scorer)
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK))
+    assert group.trajectories == ()
+    assert group.error == "3 of 4 rollouts failed: reward took longer than 10 s"
+    assert check_group(group, Limits(256, {"train": 4})) is None
+
+
+async def test_an_unknown_environment_is_a_failed_group(engine: ScriptedEngine) -> None:
+    here = stage(player(engine), Chats(lambda index, seed: Chatty(1)), Scores())
+    here.occupancy.move(playing=4)
+    group = await play_group(here, TaskDelivery("1-0", 1, replace(TASK, environment="other")))
+    assert "environment 'other' is not one of the run's: chatty" in group.error
+    assert here.occupancy.playing == 0
+
+
+async def test_a_broken_engine_is_an_error_of_the_service(engine: ScriptedEngine) -> None:
+    await engine.close()
+    here = stage(player(engine), Chats(lambda index, seed: Chatty(1)), Scores())
+    with pytest.raises(ExceptionGroup) as caught:
+        await play_group(here, TaskDelivery("1-0", 1, TASK))
+    assert caught.group_contains(EngineError)
+
+
+@given(
+    good=st.integers(0, 6),
+    failed=st.integers(0, 6),
+    needed=st.integers(1, 6),
+    kind=st.sampled_from(["train", "eval"]),
+)
+def test_the_rule_for_failed_members(good: int, failed: int, needed: int, kind: str) -> None:
+    size = good + failed
+    if not size:
+        return
+    transcript = Transcript()
+    transcript.observe(np.array([1], np.int32))
+    spans = (VersionSpan(0, 1, FIRST),)
+    transcript.complete(Completion("r", np.array([2], np.int32), np.array([-1.0], np.float32), spans, "stop", 0, 0))
+    trajectory = transcript.trajectory(1.0, "stop")
+    members = [Member(trajectory)] * good + [Member(None, "no")] * failed
+    delivery = TaskDelivery("1-0", 1, replace(TASK, kind=kind, group_size=size))
+    group = assemble(delivery, "p1", members, needed)
+    enough = good >= (1 if kind == "eval" else min(needed, size))
+    assert len(group.trajectories) == (good if enough else 0)
+    assert group.failures == ("no",) * failed
+    assert bool(group.error) is not enough
+    assert check_group(group, Limits(256, {"train": size, "eval": size})) is None
+    assert check_group(failed_group(delivery, "p1", "gone"), Limits(256, {})) is None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=8))
+def test_transcripts_keep_every_token_in_its_place(parts: list[tuple[bool, int, int]]) -> None:
+    transcript, tokens, versions = Transcript(), list[int](), list[int | None]()
+    for sampled, count, step in parts:
+        ids = np.arange(len(tokens), len(tokens) + count, dtype=np.int32)
+        tokens += ids.tolist()
+        versions += [step if sampled else None] * count
+        if sampled:
+            spans = (VersionSpan(0, count, PolicyVersion(1, step)),)
+            transcript.complete(Completion("r", ids, -1.0 - ids.astype(np.float32), spans, "stop", 0.0, 0.0))
+        else:
+            transcript.observe(ids)
+    trajectory = transcript.trajectory(0.0, "stop")
+    assert trajectory.token_ids_T.tolist() == tokens
+    assert trajectory.loss_mask_T.tolist() == [version is not None for version in versions]
+    assert trajectory.logprobs_T.tolist() == [
+        0.0 if version is None else -1.0 - token for token, version in zip(tokens, versions, strict=True)
+    ]
+    shown: list[int | None] = [None] * len(tokens)
+    for span in trajectory.spans:
+        shown[span.start : span.end] = [span.version.step] * (span.end - span.start)
+    assert shown == versions
+    assert all(a.end < b.start or a.version != b.version for a, b in pairwise(trajectory.spans))
