@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -117,8 +117,8 @@ def flat(values: Mapping[str, torch.Tensor]) -> bytes:
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Arena]:
-    yield Arena(tmp_path)
+def arena(tmp_path: Path) -> Arena:
+    return Arena(tmp_path)
 
 
 def publisher(port: Port, arena: Arena, live: int = 3) -> Publisher:
@@ -141,11 +141,13 @@ async def receiving(port: Port, engine: Engine, arena: Arena) -> AsyncIterator[R
         await asyncio.wait_for(task, 20)
 
 
-async def wait_until(predicate, what: str, timeout: float = 20.0) -> None:
-    """Return as soon as `predicate()` holds; fail with `what` otherwise."""
-    async with asyncio.timeout(timeout):
-        while not predicate():
-            await asyncio.sleep(0.005)
+async def wait_until(predicate: Callable[[], bool], what: str) -> None:
+    """Return as soon as `predicate()` holds; fail with `what` after 20 s."""
+    for _ in range(4000):
+        if predicate():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail(f"waited 20 s for {what}")
 
 
 async def test_engine_gets_the_published_bits_and_then_the_next_version(arena: Arena) -> None:

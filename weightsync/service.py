@@ -1,0 +1,246 @@
+"""The weight service: one per host. It checks what is published there, frees what nobody needs, and keeps the books.
+
+Wait graph. No other service waits for this one: producers verify for themselves, and the trainer frees its own
+segments when it publishes.
+
+    loop      consumes          waits for                                   woken by
+    follow    the head pointer  a newer head, at most one block             the trainer's publish
+    collect   segments, leases  a newer head, at most a quarter of a lease  `follow`, or time
+    beat      its own state     a quarter of a lease                        time
+    orders    stream `orders`   an order, at most one block                 operator, trainer
+
+`follow` and `orders` notice `stopping` within one block, the others at once. After the loops, `leave` removes the
+segments that nobody will: bounded by `LEAVE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+from broker.api import Peer, WeightsPort
+from headrace.errors import BrokerError, WeightError, WireError
+from headrace.service import Service
+from headrace.telemetry.journal import Journal
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.phases import Lane
+from headrace.version import PolicyVersion
+from weightsync.arena import Arena, SegmentName
+from weightsync.books import Books, Check
+from weightsync.digests import Pace, first_mismatch
+from weightsync.manifest import Manifest, decode
+from weightsync.retention import Held, freeable
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 10.0
+"""How long a service of a finished run waits for the trainer to unlink its own segments."""
+CHECK_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+JOURNAL_EVERY_S = 10.0
+
+
+class WeightService:
+    """The loops of one host; `attach` adds them to a service."""
+
+    def __init__(
+        self,
+        port: WeightsPort,
+        service: Service,
+        *,
+        run_id: str,
+        host: str,
+        lease_s: float,
+        block_ms: int,
+        metrics: Metrics,
+        journal: Journal | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        """Raises WeightError when there is no folder for segments."""
+        self.name = f"weights-{host}"
+        self.metrics_url = ""
+        self._port = port
+        self._service = service
+        self._run_id = run_id
+        self._host = host
+        self._lease_s = lease_s
+        self._block_ms = block_ms
+        self._metrics = metrics
+        self._journal = journal
+        self._arena = arena or Arena()
+        self._books = Books()
+        self._head: PolicyVersion | None = None
+        self._head_moved = asyncio.Event()
+        self._lane = Lane("verifier", "wait_head")
+        self._pace = Pace(0.5)
+        self._contact = time.monotonic()
+        metrics.watch(self._lane)
+
+    def attach(self) -> None:
+        """Add the loops to the service, before it runs."""
+        for loop in (self.follow, self.collect, self.beat, self.orders):
+            self._service.add(loop.__name__, loop)
+
+    def health(self) -> dict[str, Any]:
+        """What `/healthz` shows; not ok once no heartbeat was accepted for two leases."""
+        return {
+            "ok": time.monotonic() - self._contact < 2 * self._lease_s,
+            "service": self.name,
+            "head": str(self._head) if self._head else None,
+            "stopping": self._service.stopping.is_set(),
+            "versions": self._books.as_json(),
+        }
+
+    async def follow(self) -> None:
+        """Open a page for each new head, and verify once what lies on this host."""
+        while not self._service.stopping.is_set():
+            head = await self._port.wait_head(self._head, self._block_ms)
+            if head is None or head == self._head:
+                continue
+            self._head = head
+            self._head_moved.set()
+            data = await self._port.manifest(head)
+            if data is None:
+                continue
+            try:
+                manifest = decode(data)
+            except WireError as error:
+                self._metrics.count("weights_refused_manifests", help="Manifests that are not valid")
+                self._write("refused", version=str(head), reason=str(error))
+                continue
+            await self._check(manifest)
+
+    async def collect(self) -> None:
+        """Free what no lease and no head needs, as often as the head moves and at least at a quarter of a lease."""
+        while not self._service.stopping.is_set():
+            self._head_moved.clear()
+            await self.collect_once()
+            await self._wait_for_head(self._lease_s / 4)
+
+    async def collect_once(self) -> list[SegmentName]:
+        """One round; returns the segments that were freed."""
+        names = self._arena.segments(self._run_id)
+        head, leased = await self._port.head(), await self._port.leased()
+        held = [Held(str(name), name.version, name.owner.alive) for name in names]
+        going = {item.name for item in freeable(held, head, leased)}
+        freed = [name for name in names if str(name) in going and self._arena.remove(name)]
+        staying = {name.version for name in names if str(name) not in going}
+        for name in freed:
+            self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
+        gone = {name.version for name in freed} | set(self._books.unfreed(self._host))
+        for version in sorted(gone - staying - leased.keys() - {head}):
+            await self._port.forget(version)
+            self._books.freed(version)
+        for orphan in self._arena.sweep():
+            self._write("orphan", segment=str(orphan))
+        self._books.observe(leased, await self._port.peers())
+        self._metrics.count("weights_freed", len(freed), help="Segments freed by this service")
+        self._metrics.gauge("weights_segments", len(staying), help="Segments of this run on this host")
+        return freed
+
+    async def beat(self) -> None:
+        """Say that this service lives, and write its figures into the journal."""
+        written = time.monotonic()
+        while True:
+            await self._beat_once()
+            if time.monotonic() - written >= JOURNAL_EVERY_S:
+                written = time.monotonic()
+                self._write("phases", lane=self._lane.name, seconds=self._lane.seconds())
+            if await self._service.sleep(self._lease_s / 4):
+                return
+
+    async def orders(self) -> None:
+        """End with the run, or when told to by name."""
+        after = "$"
+        while not self._service.stopping.is_set():
+            for order in await self._port.orders(after, self._block_ms):
+                after = order.order_id
+                if order.target in ("", self.name) and order.kind in ("end", "stop"):
+                    self._service.stop(f"order {order.kind}: {order.reason}" if order.reason else f"order {order.kind}")
+
+    async def leave(self) -> None:
+        """After the loops: remove what nobody else will. What a living trainer of a running run holds is kept."""
+        try:
+            over = (await self._port.state()).status in ("finished", "failed", "stopping")
+            await self._port.retire(self.name)
+        except BrokerError as error:
+            log.warning("the run's state is unknown when leaving, only what dead trainers left is removed: %s", error)
+            over = False
+        if over:
+            await self._await_trainer()
+        for name in self._arena.segments(self._run_id):
+            if (over or not name.owner.alive) and self._arena.remove(name):
+                self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
+
+    async def _await_trainer(self) -> None:
+        """The trainer unlinks its segments itself when it closes; wait for that, at most `LEAVE_S`."""
+        until = time.monotonic() + LEAVE_S
+        # Files of another process: nothing wakes us when it unlinks them.
+        while time.monotonic() < until and any(  # noqa: ASYNC110
+            name.owner.alive for name in self._arena.segments(self._run_id)
+        ):
+            await asyncio.sleep(0.05)
+
+    async def _check(self, manifest: Manifest) -> None:
+        version = manifest.version
+        self._books.open(version, manifest.host, manifest.layout.nbytes, manifest.sealed_s)
+        start = time.perf_counter()
+        with self._lane.during("verify"):
+            check, reason = await self._verify(manifest)
+        seconds = time.perf_counter() - start
+        self._books.checked(version, check, seconds)
+        self._metrics.count("weights_versions", help="Heads seen, by what verifying them said", check=check)
+        self._metrics.gauge("weights_head_step", version.step, help="Step of the newest head seen")
+        self._metrics.observe(
+            "weights_check_seconds", seconds, buckets=CHECK_SECONDS, help="Seconds to verify a version"
+        )
+        self._write(
+            "sealed", version=str(version), host=manifest.host, nbytes=manifest.layout.nbytes, check=check,
+            check_s=round(seconds, 4), seen_after_s=round(time.time() - manifest.sealed_s - seconds, 4), reason=reason,
+        )  # fmt: skip
+        if check == "damaged":
+            log.error("weight version %s is damaged on this host: %s", version, reason)
+
+    async def _verify(self, manifest: Manifest) -> tuple[Check, str]:
+        """Whether the segment on this host holds what the trainer digested."""
+        if manifest.host != self._host:
+            return "elsewhere", ""
+        try:
+            data = self._arena.open(manifest.segment, manifest.layout.nbytes)
+        except WeightError as error:
+            return "damaged", str(error)
+        if data is None:
+            return "vanished", ""
+        bad = await asyncio.to_thread(first_mismatch, manifest.layout, manifest.digests, data, self._pace)
+        return ("verified", "") if bad is None else ("damaged", f"the digest of tensor {bad.name} differs")
+
+    async def _beat_once(self) -> None:
+        names = self._arena.segments(self._run_id)
+        page = self._books.page(self._head) if self._head else None
+        state = {
+            "head": str(self._head) if self._head else None,
+            "check": page.check if page else None,
+            "segments": len(names),
+            "event_loop_lag_s": round(self._service.event_loop_lag_s, 4),
+            "metrics_url": self.metrics_url,
+        }
+        await self._port.heartbeat(Peer(self.name, "weights", self._host, os.getpid(), True, state), self._lease_s)
+        self._contact = time.monotonic()
+        self._metrics.gauge("event_loop_lag_seconds", self._service.event_loop_lag_s, help="How late it woke up last")
+        if (status := (await self._port.state()).status) in ("finished", "failed"):
+            self._service.stop(f"the run is {status}")
+
+    async def _wait_for_head(self, seconds: float) -> None:
+        """Until `follow` sees a newer head or the service stops, at most `seconds`."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._head_moved, self._service.stopping)]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self._journal is not None:
+            self._journal.write(event, **fields)
