@@ -1,0 +1,76 @@
+"""Engines by name. Each is imported only when it is built."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config
+from headrace.errors import ConfigError
+from producers.engines.api import Engine
+
+Factory = Callable[[Config, Path, int], Engine]
+
+
+def build_engine(name: str, config: Config, model_folder: Path, seed: int) -> Engine:
+    """The engine `name`: one of `ENGINES`, or `package.module:object`, a callable of (config, model_folder, seed).
+
+    Raises ConfigError for a name that is not found or options that the engine does not know.
+    """
+    factory = ENGINES[name] if name in ENGINES else _user_factory(name)
+    try:
+        return factory(config, model_folder, seed)
+    except TypeError as error:
+        options = ", ".join(config.producer.engine_options) or "none"
+        raise ConfigError(
+            f"producer.engine = {name!r} cannot be built with producer.engine_options = {options}: {error}"
+        ) from error
+
+
+def _scripted(config: Config, model_folder: Path, seed: int) -> Engine:
+    from producers.engines.scripted import ScriptedEngine
+
+    return ScriptedEngine(
+        slots=config.producer.slots,
+        context_length=config.model.context_length,
+        seed=seed,
+        **config.producer.engine_options,
+    )
+
+
+def _torch(config: Config, model_folder: Path, seed: int) -> Engine:
+    from producers.engines.torch_engine import TorchEngine
+
+    return TorchEngine(
+        model_folder,
+        slots=config.producer.slots,
+        context_length=config.model.context_length,
+        dtype=config.model.dtype,
+        wire_dtype=config.model.wire_dtype,
+        device=config.model.device,
+        threads=config.producer.threads,
+        seed=seed,
+        **config.producer.engine_options,
+    )
+
+
+ENGINES: dict[str, Factory] = {"scripted": _scripted, "torch": _torch}
+
+
+def _user_factory(name: str) -> Factory:
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        known = ", ".join(sorted(ENGINES))
+        raise ConfigError(f"producer.engine = {name!r} is not one of {known}, nor of the form package.module:object")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"producer.engine = {name!r}: module {module} does not import: {error}") from error
+    except AttributeError:
+        raise ConfigError(f"producer.engine = {name!r}: module {module} has no {attribute}") from None
+    if not callable(found):
+        raise ConfigError(f"producer.engine = {name!r} is not callable with (config, model_folder, seed)")
+    factory: Factory = found
+    return factory
