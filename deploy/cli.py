@@ -1,0 +1,213 @@
+"""The command `headrace`. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import traceback
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from headrace.errors import HeadraceError
+
+DEBUG = "HEADRACE_DEBUG"
+
+app = typer.Typer(
+    name="headrace",
+    help="Asynchronous, streaming RL post-training for language models on Redis Streams.",
+    epilog=f"Exit codes: 2 configuration or model, 3 broker, 4 engine, 5 weights, 6 checkpoint, 7 a process or port, "
+    f"130 interrupted. {DEBUG}=1 shows tracebacks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+runs_app = typer.Typer(help="List and delete runs.", no_args_is_help=True)
+app.add_typer(runs_app, name="runs")
+
+Result = TypeVar("Result")
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help="TOML file.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One configuration value; may be repeated.")
+]
+RunOption = Annotated[str | None, typer.Option("--run", metavar="ID", help="Default: the newest live run here.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def up(
+    config: ConfigOption = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Default: made from the time.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="PATH", help="Local folder or hub id.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with --run, or with the newest run.")] = False,
+    values: SetOption = None,
+) -> None:
+    """Start a run on this machine and see it to its end.
+
+    A Redis of its own is started, unless HEADRACE_REDIS_URL names one.
+    """
+    from deploy.plan import Wish
+    from deploy.up import up as run_up
+
+    overrides = list(values or ())
+    if model is not None:
+        overrides.append(f"model.path={model}")
+    if steps is not None:
+        overrides.append(f"run.steps={steps}")
+    raise typer.Exit(run_up(Wish(config, run, tuple(overrides), resume)))
+
+
+@app.command()
+def scale(
+    role: Annotated[str, typer.Argument(help="What to have more or fewer of: producer.")],
+    count: Annotated[int, typer.Argument(min=0, max=1024, help="How many there are to be.")],
+    run: RunOption = None,
+) -> None:
+    """Start more producers or drain the newest, and wait until that has happened."""
+    from deploy.ordering import scale as order_scale
+
+    if role != "producer":
+        raise typer.BadParameter(f"{role!r} cannot be scaled; only producer can", param_hint="role")
+    typer.echo(_wait(order_scale(run, count)))
+
+
+@app.command()
+def status(run: RunOption = None, as_json: JsonOption = False) -> None:
+    """Processes, versions, lag, queues and the balance sheet."""
+    import json
+
+    from rich.console import Console
+
+    from deploy.connections import open_operator
+    from deploy.status import gather, show
+
+    async def ask() -> dict[str, Any]:
+        async with open_operator(run) as (run_id, operator):
+            return await gather(run_id, operator)
+
+    found = _wait(ask())
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        show(Console(soft_wrap=True, highlight=False), found)
+
+
+@app.command()
+def rollouts(
+    run: RunOption = None,
+    count: Annotated[int, typer.Option("-n", min=1, max=10_000, help="The newest so many.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones as they come.")] = False,
+) -> None:
+    """Finished rollouts: prompt, completion, reward, lag."""
+    from rich.console import Console
+
+    from deploy.connections import open_operator
+    from deploy.rollouts import stream
+
+    async def read() -> None:
+        async with open_operator(run) as (_, operator):
+            await stream(operator, Console(soft_wrap=True, highlight=False), count=count, follow=follow)
+
+    _wait(read())
+
+
+@app.command()
+def stop(
+    run: RunOption = None,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds before force is used.")] = 90.0,
+) -> None:
+    """Stop a run: its producers drain, its trainer writes a checkpoint."""
+    from deploy.ordering import stop as order_stop
+
+    typer.echo(_wait(order_stop(run, patience)))
+
+
+@app.command("config")
+def show_config(config: ConfigOption = None, values: SetOption = None, as_json: JsonOption = False) -> None:
+    """The resolved configuration, with where each value came from."""
+    import json
+
+    from deploy.config_table import table
+    from headrace.config_sources import resolve
+
+    resolved = resolve(config, os.environ, values or ())
+    if as_json:
+        typer.echo(
+            json.dumps({"config": resolved.config.model_dump(mode="json"), "origins": resolved.origins}, indent=2)
+        )
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(table(resolved))
+
+
+@app.command()
+def prepare() -> None:
+    """Convert the small model that quickstart trains into the cache folder, once."""
+    from deploy.inspection import prepare as prepare_small
+
+    typer.echo(f"the small model is in {prepare_small()}")
+
+
+@runs_app.command("list")
+def list_runs(as_json: JsonOption = False) -> None:
+    """Runs of this folder, and of the broker that HEADRACE_REDIS_URL names."""
+    from rich.console import Console
+
+    from deploy.connections import open_runs, runs_folder
+    from deploy.runs import RunRow, rows, table, to_json
+
+    async def ask() -> list[RunRow]:
+        async with open_runs() as broker:
+            return await rows(runs_folder(), broker)
+
+    found = _wait(ask())
+    if as_json:
+        typer.echo(to_json(found))
+    else:
+        Console(highlight=False).print(table(found))
+
+
+@runs_app.command("delete")
+def delete_run(run_id: Annotated[str, typer.Argument(metavar="ID")]) -> None:
+    """Delete a run's folder and keys. A live run is refused."""
+    from deploy.connections import open_runs, runs_folder
+    from deploy.run_folder import check_run_id
+    from deploy.runs import delete
+
+    async def ask() -> str:
+        async with open_runs() as broker:
+            return await delete(check_run_id(run_id), runs_folder(), broker)
+
+    typer.echo(f"deleted {_wait(ask())}")
+
+
+def main() -> None:
+    """Entry point of the console script: errors become one sentence on stderr and an exit code of their class."""
+    try:
+        app()
+    except HeadraceError as error:
+        if os.environ.get(DEBUG) == "1":
+            traceback.print_exc()
+        print(f"headrace: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has enough; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _wait(work: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(work)
+
+
+if __name__ == "__main__":
+    main()

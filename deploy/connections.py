@@ -1,0 +1,102 @@
+"""Which run a command means, and a connection to its broker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from broker.api import OperatorPort, Runs
+from broker.connect import connect_operator, connect_runs
+from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
+from headrace.config import BrokerConfig
+from headrace.config_sources import resolve
+from headrace.errors import ConfigError
+
+NAME_OF_URL = "HEADRACE_REDIS_URL"
+NAME_OF_RUN = "HEADRACE_RUN"
+
+
+def runs_folder() -> Path:
+    """Where the runs of this working folder lie."""
+    return Path(resolve(None, os.environ, ()).config.run.folder).expanduser().absolute()
+
+
+def named(run: str | None) -> str | None:
+    """The run that was asked for, by option or environment."""
+    run = run or os.environ.get(NAME_OF_RUN) or None
+    return check_run_id(run) if run else None
+
+
+def local_connection(run: str | None) -> Connection:
+    """That of the named run, else of the newest live one. Raises ConfigError when there is none."""
+    runs = runs_folder()
+    if run:
+        folder = RunFolder(runs / run)
+        if not folder.config_file.exists():
+            raise ConfigError(f"there is no run {run} in {runs}; `headrace runs list` names all")
+        connection = folder.connection()
+        if connection is None or not folder.live:
+            raise ConfigError(f"run {run} is not running; `headrace up --resume --run {run}` goes on with it")
+        return connection
+    for folder in reversed(local_runs(runs)):
+        if folder.live and (connection := folder.connection()):
+            return connection
+    raise ConfigError(f"no run is running in {runs}; start one with `headrace up`, or set {NAME_OF_URL}")
+
+
+async def connect(url: str, run_id: str, config: BrokerConfig) -> tuple[Runs, OperatorPort]:
+    """Both sides of the command line's broker. Raises BrokerUnavailable after the configured time."""
+    runs = await connect_runs(url, config)
+    await runs.ping()
+    return runs, await connect_operator(url, run_id, config)
+
+
+@asynccontextmanager
+async def open_runs() -> AsyncIterator[Runs | None]:
+    """The runs of the broker that the environment names; None where it names none."""
+    url = os.environ.get(NAME_OF_URL)
+    if not url:
+        yield None
+        return
+    runs = await connect_runs(url, _config())
+    try:
+        await runs.ping()
+        yield runs
+    finally:
+        await runs.close()
+
+
+@asynccontextmanager
+async def open_operator(run: str | None) -> AsyncIterator[tuple[str, OperatorPort]]:
+    """The id and port of the run that is meant. Raises ConfigError, BrokerUnavailable, Refused."""
+    run = named(run)
+    if url := os.environ.get(NAME_OF_URL):
+        run = run or await _only_run(url)
+    else:
+        connection = local_connection(run)
+        run, url = connection.run_id, connection.url
+    operator = await connect_operator(url, run, _config())
+    try:
+        await operator.record()
+        yield run, operator
+    finally:
+        await operator.close()
+
+
+async def _only_run(url: str) -> str:
+    runs = await connect_runs(url, _config())
+    try:
+        await runs.ping()
+        ids = await runs.ids()
+    finally:
+        await runs.close()
+    if len(ids) == 1:
+        return ids[0]
+    found = f"holds {len(ids)} runs" if ids else "holds no run"
+    raise ConfigError(f"the broker of {NAME_OF_URL} {found}; name one with --run (`headrace runs list` names all)")
+
+
+def _config() -> BrokerConfig:
+    return resolve(None, os.environ, ()).config.broker

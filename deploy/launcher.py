@@ -1,0 +1,339 @@
+"""`headrace up`: one local run from its first process to its last.
+
+Wait graph
+    run         waits for the four loops below; then says its last words to the broker and stops Redis
+    supervise   waits for the supervisor (trainer ended, or a part is beyond repair) or for `stopping` (a signal or
+                a stop order); then for the processes to leave, at most their time;
+                ends every other loop
+    orders      waits for the broker's orders, one block time at most
+    pulse       waits a second between heartbeats; marks parts as joined and answers orders
+    watch       waits a quarter of a second between two looks at the trainer's step file; redraws the screen
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from broker.api import OperatorPort, Order, Peer, RunRecord, Runs
+from broker.messages import SCHEMA
+from deploy.cores import Cores, has_gpu
+from deploy.parts import Services
+from deploy.plan import Plan
+from deploy.progress import Fleet, Follower, step_line
+from deploy.redis_server import RedisServer
+from deploy.restarts import LIMITS
+from deploy.run_folder import write_json
+from deploy.scaling import JOIN_S, Scaling, surplus
+from deploy.screen import PartView, RunView, Screen
+from deploy.supervisor import Part, Supervisor
+from headrace.errors import BrokerError
+from headrace.service import Service
+from headrace.telemetry.journal import Journal
+from weightsync.arena import Arena
+
+NAME = "launcher"
+HEARTBEAT_S = 1.0
+LEASE_S = 10.0
+REDRAW_S = 0.25
+QUICK_S = 3.0
+"""How long services may take to leave when there is nothing left to save."""
+GRACE_S = 15.0
+"""Beyond the drain time: for the trainer's checkpoint."""
+WEIGHTS_S = 10.0
+REDIS_S = 10.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How the run ended on this machine."""
+
+    code: int = 1
+    reason: str = ""
+    wall_s: float = 0.0
+    killed: list[str] = field(default_factory=list)
+    balance: dict[str, Any] = field(default_factory=dict)
+
+
+class Launcher:
+    """The parts of one run and the loops over them."""
+
+    def __init__(self, plan: Plan, url: str, redis: RedisServer | None, screen: Screen) -> None:
+        self.outcome = Outcome()
+        self._plan = plan
+        self._url = url
+        self._redis = redis
+        self._screen = screen
+        self._journal = Journal(plan.folder.path / "launcher.jsonl")
+        self._services = Services(
+            plan.config,
+            plan.folder,
+            url,
+            Cores.for_run(plan.config, os.sched_getaffinity(0), gpu=has_gpu()),
+            plan.resume,
+        )
+        self._supervisor: Supervisor | None = None
+        self._started = time.monotonic()
+        self._scalings: list[Scaling] = []
+        self._answers: dict[str, str] = {}
+        self._peers: list[Peer] = []
+        self._step = 0
+        self._state = "starting"
+        self._told_to_stop = ""
+
+    async def start(self, service: Service, runs: Runs, operator: OperatorPort) -> None:
+        """Write the run's record, start its parts, and add the loops."""
+        self._service, self._operator = service, operator
+        await self._record(runs)
+        await runs.close()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.stop, "SIGHUP")
+        self._supervisor = Supervisor(self._report, self._may_end)
+        self._started = time.monotonic()
+        if self._redis is not None:
+            server = self._redis
+            self._supervisor.add(Part("redis", "redis", lambda _: server.spawn(), LIMITS["redis"], server.child))
+        for role in ("weights", "trainer", *["producer"] * self._plan.config.producer.count):
+            self._supervisor.add(self._services.part(role))
+        self._state = "running"
+        service.add("launcher", self._run)
+
+    def abandon(self) -> None:
+        """Whatever happened: no process is left, and no segment of theirs. Redis is its owner's to stop."""
+        if self._supervisor is not None:
+            self._supervisor.kill_all(spare=("redis",))
+        Arena().sweep(self._plan.folder.run_id)
+        self._journal.close()
+
+    async def _record(self, runs: Runs) -> None:
+        plan = self._plan
+        if plan.resume and plan.folder.run_id in await runs.ids():
+            await self._operator.set_status("running", "resumed")
+            return
+        await runs.create(
+            RunRecord(
+                run_id=plan.folder.run_id,
+                schema=SCHEMA,
+                config=plan.config.model_dump(mode="json"),
+                digests=plan.facts.digests,
+                vocab_size=plan.facts.vocab_size,
+                created_ms=int(time.time() * 1000),
+                folder=str(plan.folder.path),
+                dataset_sizes=plan.facts.dataset_sizes,
+            )
+        )
+
+    # -- loops
+
+    async def _run(self) -> None:
+        assert self._supervisor is not None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for loop in (self._supervise, self._orders, self._pulse, self._watch):
+                    group.create_task(loop(), name=loop.__name__.strip("_"))
+        except asyncio.CancelledError:
+            # A second Ctrl-C: nothing is waited for any more.
+            self._supervisor.kill_all(spare=("redis",))
+            raise
+        except BaseExceptionGroup as errors:
+            await self._leave(QUICK_S)
+            await self._note_failure(errors)
+            raise
+        else:
+            await self._last_words()
+        finally:
+            await self._operator.close()
+            await self._supervisor.stop(("redis",), REDIS_S)
+            await self._supervisor.close()
+
+    async def _supervise(self) -> None:
+        assert self._supervisor is not None
+        over = asyncio.ensure_future(self._supervisor.run())
+        stopping = asyncio.ensure_future(self._service.stopping.wait())
+        try:
+            await asyncio.wait({over, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            self.outcome.wall_s = time.monotonic() - self._started
+            if over.done():
+                over.result()
+                self.outcome.code, self.outcome.reason = 0, "finished"
+                await self._leave(QUICK_S)
+            else:
+                self.outcome.code = 0 if self._told_to_stop else 130
+                self.outcome.reason = f"stopped: {self._told_to_stop or 'interrupted'}"
+                await self._leave(self._plan.config.producer.drain_s + GRACE_S)
+            self._service.stop(self.outcome.reason)
+        finally:
+            over.cancel()
+            stopping.cancel()
+
+    async def _orders(self) -> None:
+        after = "0-0"
+        # What was ordered before this launcher came is not its business.
+        while old := await self._operator.orders(after, 1):
+            after = old[-1].order_id
+        while not self._service.stopping.is_set():
+            for order in await self._operator.orders(after, self._plan.config.broker.stream_block_ms):
+                after = order.order_id
+                self._obey(order)
+
+    async def _pulse(self) -> None:
+        stopped = False
+        while not stopped:
+            self._peers = await self._operator.peers()
+            self._mark_joined()
+            self._answer_orders()
+            await self._heartbeat()
+            stopped = await self._service.sleep(HEARTBEAT_S)
+
+    async def _watch(self) -> None:
+        follower = Follower(self._plan.folder.steps_file, from_end=self._plan.resume)
+        stopped = False
+        while not stopped:
+            stopped = await self._service.sleep(REDRAW_S)
+            for fields in follower.read():
+                self._step = int(fields.get("step", self._step))
+                line = step_line(fields, self._plan.config.run.steps, Fleet.of(self._peers))
+                self._screen.line(line)
+            self._screen.show(self._view())
+
+    # -- orders
+
+    def _obey(self, order: Order) -> None:
+        assert self._supervisor is not None
+        if order.kind == "stop" and not order.target:
+            self._told_to_stop = order.reason or "ordered"
+            self._service.stop("a stop order")
+        if order.kind != "scale" or order.target not in ("", "producer"):
+            return
+        producers = self._supervisor.of_role("producer")
+        drained = surplus(producers, order.count)
+        started = [self._services.part("producer") for _ in range(order.count - len(producers))]
+        for part in drained:
+            self._supervisor.drain(part)
+        for part in started:
+            self._supervisor.add(part)
+        patience = self._plan.config.producer.drain_s + GRACE_S if drained else JOIN_S
+        self._scalings.append(Scaling(order.reason, order.count, started, drained, time.monotonic() + patience))
+
+    def _answer_orders(self) -> None:
+        assert self._supervisor is not None
+        now = time.monotonic()
+        for scaling in list(self._scalings):
+            answer = scaling.answer(self._supervisor.parts, now)
+            if answer is None:
+                continue
+            for part in scaling.drained:
+                if part.child is not None and now >= scaling.deadline:
+                    part.child.kill()
+            self._scalings.remove(scaling)
+            self._report("producers", "scaled", answer)
+            # Only the newest answers are kept: their senders read them within seconds.
+            self._answers = dict([*self._answers.items(), (scaling.token, answer)][-8:])
+
+    # -- what is known about parts
+
+    def _mark_joined(self) -> None:
+        assert self._supervisor is not None
+        here = socket.gethostname()
+        by_pid = {peer.pid: peer for peer in self._peers if peer.alive and peer.host == here}
+        for part in self._supervisor.parts.values():
+            if not part.joined and part.child is not None and part.child.pid in by_pid:
+                part.joined = True
+                self._report(part.name, "joined", f"as {by_pid[part.child.pid].name}")
+
+    async def _heartbeat(self) -> None:
+        assert self._supervisor is not None
+        state = {
+            "producers": len(self._supervisor.of_role("producer")),
+            "restarts": dict(self._supervisor.restarts),
+            "answers": dict(self._answers),
+        }
+        peer = Peer(NAME, "launcher", socket.gethostname(), os.getpid(), True, state)
+        await self._operator.heartbeat(peer, LEASE_S)
+
+    async def _may_end(self, part: Part) -> bool:
+        """A service that left by itself was right to when its run is over, or about to be."""
+        if self._service.stopping.is_set():
+            return True
+        return (await self._operator.state()).status in ("finished", "stopping")
+
+    def _report(self, part: str, event: str, text: str) -> None:
+        self._journal.write(event, part=part, text=text)
+        self._screen.event(part, event, text)
+
+    def _view(self) -> RunView:
+        assert self._supervisor is not None
+        by_pid = {peer.pid: peer for peer in self._peers if peer.alive}
+        views = []
+        for part in self._supervisor.parts.values():
+            peer = by_pid.get(part.child.pid) if part.child is not None else None
+            says = peer.state if peer is not None else {}
+            views.append(
+                PartView(
+                    part.name,
+                    part.child.pid if part.child is not None else None,
+                    _word(part),
+                    str(says.get("version") or ""),
+                    says.get("tokens_per_s"),
+                    says.get("idle"),
+                    len(part.deaths),
+                )
+            )
+        return RunView(self._plan.folder.run_id, self._state, self._step, self._plan.config.run.steps, views)
+
+    # -- the end
+
+    async def _leave(self, seconds: float) -> None:
+        """Producers and trainer first, each with what it has to save; then the weights that they read."""
+        assert self._supervisor is not None
+        self._state = "stopping"
+        self._screen.show(self._view())
+        self.outcome.killed += await self._supervisor.stop(("producer", "trainer"), seconds)
+        self.outcome.killed += await self._supervisor.stop(("weights",), WEIGHTS_S)
+
+    async def _note_failure(self, errors: BaseExceptionGroup[BaseException]) -> None:
+        """Tell the broker; when it is what broke, the run's reason stays the first one."""
+        self.outcome.reason = str(errors.exceptions[0]).splitlines()[0]
+        try:
+            await self._operator.set_status("failed", self.outcome.reason)
+            await self._operator.retire(NAME)
+        except BrokerError as error:
+            self._report(NAME, "could not note the failure", str(error))
+
+    async def _last_words(self) -> None:
+        """The balance for the summary; where the run was only stopped, how it can go on."""
+        if self.outcome.reason != "finished":
+            await self._operator.set_status("stopping", f"{self.outcome.reason}; `headrace up --resume` goes on")
+        self.outcome.balance = {
+            sheet.kind: {
+                "admitted": sheet.admitted,
+                "outstanding": sheet.outstanding,
+                "verdicts": sheet.verdicts,
+                "closed": sheet.closed,
+            }
+            for sheet in await self._operator.balance()
+        }
+        await self._operator.retire(NAME)
+
+    def summarize(self) -> dict[str, Any] | None:
+        """The trainer's summary with what only the launcher knows, written back; None when there is none."""
+        folder = self._plan.folder
+        summary = folder.read_json(folder.summary_file)
+        if summary is None:
+            return None
+        summary["wall_s"] = round(self.outcome.wall_s, 1)
+        summary.setdefault("balance", self.outcome.balance)
+        write_json(folder.summary_file, summary)
+        return summary
+
+
+def _word(part: Part) -> str:
+    if part.leaving:
+        return "draining"
+    if not part.running:
+        return "restarting" if part.child is not None else "starting"
+    return "running" if part.joined or part.role == "redis" else "starting"

@@ -1,0 +1,120 @@
+"""Orders to a running launcher, and waiting for what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+from broker.api import OperatorPort, Order, Peer
+from deploy.connections import local_connection, open_operator, runs_folder
+from deploy.run_folder import Connection, RunFolder
+from headrace.errors import BrokerError, ServiceError
+
+LOOK_S = 0.2
+SCALE_S = 240.0
+"""Longer than a launcher takes to answer, whatever happens."""
+
+
+async def scale(run: str | None, count: int) -> str:
+    """Ask the launcher for `count` producers; returns what it says happened. Raises ServiceError when it does not."""
+    async with open_operator(run) as (run_id, operator):
+        if await _launcher(operator) is None:
+            raise ServiceError(
+                f"run {run_id} has no launcher that could start producers; start one by hand with `python -m producers`"
+            )
+        mark = f"asked by process {os.getpid()} of {socket.gethostname()}, {secrets.token_hex(3)}"
+        await operator.order(Order("", "scale", target="producer", count=count, reason=mark))
+        answer = ""
+
+        async def answered() -> bool:
+            nonlocal answer
+            launcher = await _launcher(operator)
+            if launcher is None:
+                raise ServiceError(f"the launcher of run {run_id} went away before it had answered")
+            answer = launcher.state.get("answers", {}).get(mark, "")
+            return bool(answer)
+
+        if not await _until(answered, SCALE_S):
+            raise ServiceError(f"the launcher of run {run_id} did not answer within {SCALE_S:.0f} s")
+        return answer
+
+
+async def stop(run: str | None, patience_s: float) -> str:
+    """End a run: ask, wait, then force. Returns what happened."""
+    if os.environ.get("HEADRACE_REDIS_URL"):
+        return await _stop_remote(run, patience_s)
+    connection = local_connection(run)
+    folder = RunFolder(runs_folder() / connection.run_id)
+    try:
+        await _order_stop(connection.run_id)
+    except BrokerError:
+        # A broker that does not answer is one more reason to stop: the launcher still hears signals.
+        os.kill(connection.launcher_pid, signal.SIGTERM)
+
+    async def gone() -> bool:
+        return not folder.live
+
+    if await _until(gone, patience_s):
+        return f"run {connection.run_id} stopped"
+    return await _force(connection, gone)
+
+
+async def _force(connection: Connection, gone: Callable[[], Awaitable[bool]]) -> str:
+    """Two signals end a launcher at once; when even that does not help, the kernel ends it and its children."""
+    for _ in range(2):
+        _signal(connection.launcher_pid, signal.SIGTERM)
+        await asyncio.sleep(LOOK_S)
+    if await _until(gone, 20.0):
+        return f"run {connection.run_id} stopped, by force"
+    _signal(connection.launcher_pid, signal.SIGKILL)
+    if await _until(gone, 5.0):
+        return f"run {connection.run_id} killed"
+    raise ServiceError(f"process {connection.launcher_pid} of run {connection.run_id} does not end")
+
+
+async def _stop_remote(run: str | None, patience_s: float) -> str:
+    """Ask every service of a run in a shared broker to leave, and wait until none is alive."""
+    async with open_operator(run) as (run_id, operator):
+        await operator.order(Order("", "stop", reason="headrace stop"))
+        left: list[Peer] = []
+
+        async def alone() -> bool:
+            nonlocal left
+            left = [peer for peer in await operator.peers() if peer.alive]
+            return not left
+
+        if not await _until(alone, patience_s):
+            names = ", ".join(f"{peer.name} (process {peer.pid} on {peer.host})" for peer in left)
+            raise ServiceError(f"after {patience_s:.0f} s these still run: {names}")
+        return f"run {run_id} stopped"
+
+
+async def _order_stop(run_id: str) -> None:
+    async with open_operator(run_id) as (_, operator):
+        await operator.order(Order("", "stop", reason="headrace stop"))
+
+
+async def _launcher(operator: OperatorPort) -> Peer | None:
+    return next((peer for peer in await operator.peers() if peer.role == "launcher" and peer.alive), None)
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], seconds: float) -> bool:
+    """Look until it holds, `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(LOOK_S)
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,149 @@
+"""What `headrace up` is going to do, settled before anything starts: configuration, run id, folder, model."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from deploy.inspection import Facts, inspect
+from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id, write_json
+from headrace.config import Config
+from headrace.config_sources import Resolved, flatten, resolve
+from headrace.errors import ConfigError, ServiceError
+
+MAY_CHANGE = frozenset({"run.folder", "run.steps", "producer.count", "telemetry.port"})
+"""Keys that `--resume` may give another value; everything else stays as the run was started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user asked for."""
+
+    file: Path | None = None
+    run_id: str | None = None
+    overrides: tuple[str, ...] = ()
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    config: Config
+    folder: RunFolder
+    facts: Facts
+    resume: bool
+    changes: tuple[str, ...] = ()
+    """What a resumed run does differently, one sentence each."""
+
+
+def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime) -> Plan:
+    """Settle everything; nothing is left behind when it fails, else the folder exists and is locked.
+
+    Raises ConfigError, ModelError, EnvironmentLoadError, ServiceError.
+    """
+    if wish.run_id:
+        check_run_id(wish.run_id)
+    resolved = resolve(wish.file, environ, wish.overrides)
+    runs = Path(resolved.config.run.folder).expanduser().absolute()
+    changes: tuple[str, ...] = ()
+    if wish.resume:
+        folder = _resumable(wish, runs)
+        config, changes = merged(folder.read_json(folder.config_file) or {}, resolved)
+    else:
+        folder = _fresh(wish, runs, now)
+        config = localized(resolved.config)
+    check_ports(config)
+    facts = inspect(config)
+    folder.make()
+    folder.lock()
+    write_json(folder.config_file, config.model_dump(mode="json"))
+    write_json(folder.facts_file, asdict(facts))
+    return Plan(config, folder, facts, wish.resume, changes)
+
+
+def _fresh(wish: Wish, runs: Path, now: datetime) -> RunFolder:
+    folder = RunFolder(runs / (wish.run_id or new_run_id(runs, now)))
+    if folder.config_file.exists():
+        raise ConfigError(
+            f"run {folder.run_id} exists already in {runs}; go on with it by --resume, or take another --run"
+        )
+    return folder
+
+
+def _resumable(wish: Wish, runs: Path) -> RunFolder:
+    if wish.run_id:
+        folder = RunFolder(runs / wish.run_id)
+        if not folder.config_file.exists():
+            raise ConfigError(f"there is no run {wish.run_id} in {runs} to resume; `headrace runs list` names all")
+        return folder
+    known = [run for run in local_runs(runs) if not run.live]
+    if not known:
+        raise ConfigError(f"there is no run in {runs} to resume")
+    return known[-1]
+
+
+def merged(stored: dict[str, Any], resolved: Resolved) -> tuple[Config, tuple[str, ...]]:
+    """The stored configuration with the few changes that are allowed. Raises ConfigError for any other."""
+    wanted = dict(flatten(localized(resolved.config).model_dump(mode="json")))
+    present = dict(flatten(stored))
+    changes, overrides = [], {}
+    for key, origin in resolved.origins.items():
+        for name in [name for name in wanted if name == key or name.startswith(f"{key}.")]:
+            if wanted[name] == present.get(name):
+                continue
+            if name not in MAY_CHANGE:
+                raise ConfigError(
+                    f"{name} = {wanted[name]!r} (from {origin}) differs from the run's {present.get(name)!r}; "
+                    f"a resumed run may change only {', '.join(sorted(MAY_CHANGE))}"
+                )
+            overrides[name] = wanted[name]
+            changes.append(f"{name} is now {wanted[name]!r}, was {present.get(name)!r}")
+    tree = Config.model_validate(stored).model_dump(mode="json")
+    for name, value in overrides.items():
+        section, leaf = name.split(".")
+        tree[section][leaf] = value
+    return Config.model_validate(tree), tuple(changes)
+
+
+def localized(config: Config) -> Config:
+    """With absolute paths where a value is a file or folder of this machine: services may start in another folder."""
+    tree = config.model_dump(mode="json")
+    model = Path(config.model.path).expanduser()
+    if model.is_dir():
+        tree["model"]["path"] = str(model.absolute())
+    tree["run"]["folder"] = str(Path(config.run.folder).expanduser().absolute())
+    for environment in tree["environments"]:
+        for name in ("name", "reward"):
+            environment[name] = _absolute_file(environment[name])
+    return Config.model_validate(tree)
+
+
+def _absolute_file(reference: str) -> str:
+    """`path/to/file.py:object` with an absolute path; anything else as it is."""
+    file, colon, name = reference.rpartition(":")
+    path = Path(file).expanduser()
+    return f"{path.absolute()}:{name}" if colon and path.suffix == ".py" and path.is_file() else reference
+
+
+def check_ports(config: Config) -> None:
+    """Raises ServiceError when a telemetry port that the run's services will need is taken."""
+    for offset in range(config.producer.count + 2 if config.telemetry.port else 0):
+        port = config.telemetry.port + offset
+        with socket.socket(socket.AF_INET6 if ":" in config.telemetry.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.telemetry.host, port))
+            except (OSError, OverflowError) as error:
+                raise ServiceError(
+                    f"port {port} on {config.telemetry.host} is taken (telemetry.port = {config.telemetry.port} and "
+                    f"the ports after it, one per service): {error}; choose another, or 0 for free ones"
+                ) from error
+
+
+def thread_settings(threads: int) -> Sequence[tuple[str, str]]:
+    """Environment variables that hold numeric libraries to so many threads."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+    return [(name, str(threads)) for name in names]

@@ -1,0 +1,159 @@
+"""One child process of the launcher: started so that it can never outlive it, with its output in a log file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import ServiceError
+
+_PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 16_384
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to start: an argument vector, and what is added to the environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: Path
+    cores: frozenset[int] | None = None
+    """CPU cores that it may run on; None leaves the choice to the kernel."""
+    death_signal: signal.Signals = signal.SIGKILL
+    """What the kernel sends it when the launcher is gone."""
+
+
+class Child:
+    """A running (or ended) child in a session of its own: Ctrl-C on the terminal reaches the launcher only."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process = process
+        self._pidfd = os.pidfd_open(process.pid)
+        self._swept = False
+        self.log = log
+        self.log_start = log.stat().st_size
+        self.started = time.monotonic()
+
+    @classmethod
+    def spawn(cls, command: Command) -> Child:
+        """Start it. Raises ServiceError when the program or its log file cannot be opened."""
+        try:
+            command.log.parent.mkdir(parents=True, exist_ok=True)
+            with command.log.open("ab") as log:
+                process = subprocess.Popen(
+                    command.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **command.env},
+                    start_new_session=True,
+                    # Sets two attributes of the new process and imports nothing; the launcher starts no threads.
+                    preexec_fn=_Birth(command.death_signal, command.cores, os.getpid()),  # noqa: PLW1509
+                )
+        except OSError as error:
+            raise ServiceError(f"{command.argv[0]} cannot be started: {error.strerror} ({error.filename})") from error
+        return cls(process, command.log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    async def exited(self) -> int:
+        """Wait for its end, without a deadline: whoever needs one wraps this in a timeout."""
+        if self.code is None:
+            loop = asyncio.get_running_loop()
+            ended = asyncio.Event()
+            # A descriptor of our own, so that two waiters do not replace each other's reader.
+            descriptor = os.dup(self._pidfd)
+            loop.add_reader(descriptor, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        return self._process.wait()
+
+    def wait(self, seconds: float) -> bool:
+        """The same for callers without an event loop: True when it ended within `seconds`."""
+        try:
+            self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def terminate(self) -> None:
+        """Ask it (not its own children) to leave."""
+        if self.code is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and whatever it started, at once.
+
+        Only the first call does anything: later its number may be another process's.
+        """
+        if self._swept:
+            return
+        self._swept = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Let go of the descriptor of an ended child."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def tail(self, lines: int = 15) -> list[str]:
+        """The last lines that this child (not its predecessors) wrote to its log."""
+        try:
+            with self.log.open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(self.log_start, size - _TAIL_BYTES))
+                text = stream.read(_TAIL_BYTES).decode("utf-8", "replace")
+        except OSError as error:
+            return [f"(log {self.log} cannot be read: {error.strerror})"]
+        return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+class _Birth:
+    """What a child does between fork and exec."""
+
+    def __init__(self, death_signal: signal.Signals, cores: frozenset[int] | None, parent: int) -> None:
+        self._death_signal = death_signal
+        self._cores = cores
+        self._parent = parent
+
+    def __call__(self) -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, self._death_signal, 0, 0, 0)
+        if os.getppid() != self._parent:
+            # The launcher died before the kernel knew whom to tell.
+            os._exit(1)
+        if self._cores is not None:
+            os.sched_setaffinity(0, self._cores)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words: "exited with 3", "was killed by SIGKILL"."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,81 @@
+"""`headrace runs`: what runs there are, and deleting one with everything it left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from broker.api import Runs
+from deploy.progress import Follower
+from deploy.run_folder import RunFolder, local_runs
+from headrace.errors import ConfigError, ServiceError
+from weightsync.arena import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    run_id: str
+    state: str
+    """"running" (here), "finished", "stopped"; "in the broker" for one that has no folder here."""
+    step: int | None
+    folder: str
+
+
+async def rows(folder: Path, broker: Runs | None) -> list[RunRow]:
+    """Runs of this folder, oldest first, then those that only the broker knows."""
+    here = [_row(run) for run in local_runs(folder)]
+    known = {row.run_id for row in here}
+    ids = sorted(await broker.ids()) if broker is not None else []
+    return here + [RunRow(run_id, "in the broker", None, "") for run_id in ids if run_id not in known]
+
+
+def _row(run: RunFolder) -> RunRow:
+    ended = "finished" if run.summary_file.exists() else "stopped"
+    return RunRow(run.run_id, "running" if run.live else ended, newest_step(run.steps_file), str(run.path))
+
+
+def newest_step(file: Path) -> int | None:
+    """The step of the file's last line; None for a run that made none."""
+    follower = Follower(file)
+    step = None
+    while lines := follower.read():
+        step = lines[-1].get("step", step)
+    return step
+
+
+async def delete(run_id: str, folder: Path, broker: Runs | None) -> str:
+    """Delete folder, keys and segments; returns what was deleted. Raises ConfigError for a live or unknown run."""
+    run = RunFolder(folder / run_id)
+    if run.live:
+        raise ConfigError(f"run {run_id} is running; `headrace stop --run {run_id}` ends it first")
+    in_broker = broker is not None and run_id in await broker.ids()
+    if not run.config_file.exists() and not in_broker:
+        raise ConfigError(f"there is no run {run_id} in {folder}; `headrace runs list` names all")
+    deleted = []
+    if broker is not None and in_broker:
+        deleted.append(f"{await broker.delete(run_id)} keys")
+    if run.config_file.exists():
+        try:
+            shutil.rmtree(run.path)
+        except OSError as error:
+            raise ServiceError(f"run folder {run.path} cannot be deleted: {error.strerror}") from error
+        deleted.append(str(run.path))
+    Arena().sweep(run_id)
+    return " and ".join(deleted)
+
+
+def to_json(found: list[RunRow]) -> str:
+    return json.dumps([asdict(row) for row in found], indent=2)
+
+
+def table(found: list[RunRow]) -> Table:
+    shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("run", "state", "step", "folder"):
+        shown.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
+    for row in found:
+        shown.add_row(row.run_id, row.state, "" if row.step is None else str(row.step), row.folder)
+    return shown

@@ -1,0 +1,192 @@
+"""Keeps the parts of a local run alive: starts them, replaces the dead, gives up with a reason.
+
+Wait graph
+    keep (one per part)   waits for its process's end (the kernel wakes it through a pidfd), or between a death
+                          and the next start for the back-off or for `drain` and `stop`
+    run                   waits for the first part that may not be missing: one that died beyond repair, or one
+                          whose good end is the end of the run
+    stop                  waits for all processes, at most the given seconds; then it kills them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from deploy.processes import Child, Command, describe_exit
+from deploy.restarts import LIMITS, Death, GiveUp, RestartLimits, decide
+from headrace.errors import HeadraceError, ServiceError
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[str, str, str], None]
+"""Told of every event: (part, event, text)."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One thing that has to run: how it is started, and what became of it so far."""
+
+    name: str
+    role: str
+    spawn: Callable[[bool], Child]
+    """Starts its process; the argument says whether there was one before."""
+    limits: RestartLimits
+    child: Child | None = None
+    deaths: list[Death] = field(default_factory=list)
+    """Bounded by `limits.in_total`."""
+    joined: bool = False
+    """Whether the broker has seen the present process."""
+    told_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
+    """Once set, its end is no death."""
+
+    @classmethod
+    def of(cls, name: str, role: str, command: Callable[[bool], Command]) -> Part:
+        return cls(name, role, lambda again: Child.spawn(command(again)), LIMITS[role])
+
+    @property
+    def leaving(self) -> bool:
+        return self.told_to_leave.is_set()
+
+    @property
+    def running(self) -> bool:
+        return self.child is not None and self.child.code is None
+
+
+class Supervisor:
+    """All parts of one launcher."""
+
+    def __init__(self, report: Report, may_end: Callable[[Part], Awaitable[bool]]) -> None:
+        """`may_end` says whether a part that exited with 0 on its own was right to (its run is over)."""
+        self._report = report
+        self._may_end = may_end
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.parts: dict[str, Part] = {}
+        self.restarts: dict[str, int] = {}
+        """Replacements by role."""
+
+    def add(self, part: Part) -> None:
+        """Start a part (or take over its running child) and keep it."""
+        if part.name in self.parts:
+            raise ServiceError(f"there is a part named {part.name} already")
+        self.parts[part.name] = part
+        if part.child is None:
+            part.child = part.spawn(False)
+            self._report(part.name, "started", f"process {part.child.pid}")
+        self._keepers[part.name] = asyncio.create_task(self._keep(part), name=f"keep-{part.name}")
+
+    def of_role(self, role: str) -> list[Part]:
+        """Parts of a role that are to stay, in the order in which they came."""
+        return [part for part in self.parts.values() if part.role == role and not part.leaving]
+
+    async def run(self) -> str:
+        """Wait until the trainer has ended well (returns its name). Raises ServiceError for a part beyond repair."""
+        return await asyncio.shield(self._over)
+
+    def drain(self, part: Part) -> None:
+        """Tell one part to leave; it is not replaced. Returns at once."""
+        part.told_to_leave.set()
+        self._report(part.name, "draining", "told to finish what it holds and leave")
+        if part.child is not None:
+            part.child.terminate()
+
+    async def stop(self, roles: tuple[str, ...], seconds: float) -> list[str]:
+        """Tell all parts of these roles to leave and wait; returns the names of those that had to be killed."""
+        chosen = [part for part in self.parts.values() if part.role in roles]
+        for part in chosen:
+            part.told_to_leave.set()
+            if part.child is not None:
+                part.child.terminate()
+        keepers = [self._keepers[part.name] for part in chosen if part.name in self._keepers]
+        if keepers:
+            await asyncio.wait(keepers, timeout=seconds)
+        late = [part for part in chosen if part.running]
+        for part in late:
+            assert part.child is not None
+            part.child.kill()
+            self._report(part.name, "killed", f"it had not left after {seconds:.0f} s")
+        return [part.name for part in late]
+
+    def kill_all(self, spare: tuple[str, ...] = ()) -> None:
+        """End every process at once, but those of the roles in `spare`. Callable also without an event loop."""
+        for part in self.parts.values():
+            part.told_to_leave.set()
+            if part.child is not None and part.role not in spare:
+                part.child.kill()
+
+    async def close(self) -> None:
+        """After all processes are gone: end the keepers."""
+        self.kill_all()
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        if not self._over.cancel() and not self._over.cancelled():
+            self._over.exception()
+
+    async def _keep(self, part: Part) -> None:
+        """Replace the part's process whenever it dies, until it may end, must leave, or is beyond repair."""
+        try:
+            while await self._outlive(part):
+                part.joined = False
+                part.child = part.spawn(True)
+                self.restarts[part.role] = self.restarts.get(part.role, 0) + 1
+                self._report(part.name, "replaced", f"process {part.child.pid}")
+        except HeadraceError as error:
+            self._end(error)
+        finally:
+            if part.leaving:
+                self.parts.pop(part.name, None)
+                self._keepers.pop(part.name, None)
+
+    async def _outlive(self, part: Part) -> bool:
+        """Wait for the end of the present process. True when it is to be started again, after the back-off."""
+        child = part.child
+        assert child is not None
+        code = await child.exited()
+        # What it started itself (reward workers) goes with it.
+        child.kill()
+        child.close()
+        if part.leaving:
+            self._report(part.name, "left", describe_exit(code))
+            return False
+        if code == 0 and await self._may_end(part):
+            self._report(part.name, "ended", "its work is done")
+            if part.role == "trainer":
+                self._end(part.name)
+            return False
+        part.deaths.append(Death(code, time.monotonic() - child.started, part.joined))
+        self._report(part.name, "died", f"process {child.pid} {describe_exit(code)}; its log: {child.log}")
+        decision = decide(part.deaths, part.limits)
+        if isinstance(decision, GiveUp):
+            raise ServiceError(obituary(part, child, code, decision.reason))
+        return await self._back_off(part, decision.after_s)
+
+    async def _back_off(self, part: Part, seconds: float) -> bool:
+        """Wait before a new start. False when there is to be none any more."""
+        try:
+            await asyncio.wait_for(part.told_to_leave.wait(), seconds)
+        except TimeoutError:
+            return True
+        return False
+
+    def _end(self, outcome: str | HeadraceError) -> None:
+        if self._over.done():
+            log.warning("after the end: %s", outcome)
+        elif isinstance(outcome, HeadraceError):
+            self._over.set_exception(outcome)
+        else:
+            self._over.set_result(outcome)
+
+
+def obituary(part: Part, child: Child, code: int, reason: str) -> str:
+    """Why a run ends with this part: its own sentence where it left one, else the end of its log."""
+    lines = child.tail()
+    where = f"(log: {child.log})"
+    if 0 < code < 128 and code != 1 and lines:
+        return f"{part.name} {describe_exit(code)}: {lines[-1].strip()} {where}"
+    tail = "".join(f"\n  {line}" for line in lines)
+    return f"{part.name} {describe_exit(code)}; {reason} {where}{tail and ':' + tail}"
