@@ -30,7 +30,8 @@ def dr_grpo(rewards_G: Float64) -> Float64:
     """r - mean, without the division that favours prompts of little spread: Liu et al., 2025 (arXiv:2503.20783)."""
     if float(np.ptp(rewards_G)) <= EPSILON:
         return np.zeros_like(rewards_G)
-    return rewards_G - rewards_G.mean()
+    centred_G: Float64 = rewards_G - rewards_G.mean()
+    return centred_G
 
 
 ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo}

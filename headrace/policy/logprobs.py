@@ -81,4 +81,4 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 def _chunks(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     size = CHUNK if tensors[0].device.type == "cpu" else CHUNK_DEVICE
-    return [tensor.split(size) for tensor in tensors]
+    return [torch.split(tensor, size) for tensor in tensors]

@@ -62,9 +62,9 @@ def packed_attention(
     dtype = value.dtype
     parts = zip(
         packed_blocks,
-        query[0].to(dtype).split(lengths, dim=1),
-        key[0].to(dtype).split(lengths, dim=1),
-        value[0].split(lengths, dim=1),
+        torch.split(query[0].to(dtype), lengths, dim=1),
+        torch.split(key[0].to(dtype), lengths, dim=1),
+        torch.split(value[0], lengths, dim=1),
         strict=True,
     )
     outputs = [
@@ -93,7 +93,7 @@ def _masked(
 def _split(block: Block, q_HLD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, scaling: float) -> torch.Tensor:
     """Prefix and suffixes one by one: a suffix attends to the prefix's keys and its own."""
     sizes = [block.prefix, *block.suffixes]
-    queries, keys, values = (x.split(sizes, dim=1) for x in (q_HLD, k_KLD, v_KLD))
+    queries, keys, values = (torch.split(x, sizes, dim=1) for x in (q_HLD, k_KLD, v_KLD))
     outputs = []
     for index, q in enumerate(queries):
         if q.shape[1] == 0:

@@ -49,6 +49,7 @@ def test_histogram_counts_groups() -> None:
     ("arrived", "verdict"),
     [
         (group(error="reward raised ValueError: no"), ("failed", "reward raised ValueError: no")),
+        (group(error="dead: schema 2"), ("dead", "schema 2")),
         (group(failures=("deadline",)), ("failed", "deadline")),
         (group(), ("failed", "the group is empty")),
         (group(trajectory(1, reward=float("nan"))), ("failed", "a reward is not finite")),

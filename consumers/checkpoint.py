@@ -1,0 +1,183 @@
+"""Checkpoints: everything that the next step depends on, as safetensors and JSON.
+
+`<run folder>/checkpoints/<incarnation>/<step>/` holds `model.safetensors` (float32, names as in the Hugging Face
+model), `optimizer.safetensors` (AdamW moments and random state) and `state.json`, which is written last and carries
+the digests of the other two. A checkpoint is written into a folder beside it, synced, and renamed: it is there
+whole or not at all. Each incarnation removes only its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from headrace.errors import CheckpointError
+from headrace.version import PolicyVersion
+
+FORMAT = 1
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+CHUNK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class RunPosition:
+    """Where a run is, beside its tensors."""
+
+    version: PolicyVersion
+    """The version that these weights are."""
+    cursor: int
+    """Number of the next training task."""
+    seen: list[str] = field(default_factory=list)
+    """The window of task ids that were judged already."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    folder: Path
+    position: RunPosition
+    config: dict[str, Any]
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+
+
+class Checkpoints:
+    """The checkpoints of one incarnation in one run folder."""
+
+    def __init__(self, run_folder: Path, incarnation: int, keep: int) -> None:
+        self._folder = run_folder / "checkpoints" / str(incarnation)
+        self._keep = keep
+
+    def save(
+        self,
+        position: RunPosition,
+        config: Mapping[str, Any],
+        model: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
+    ) -> Path:
+        """Write one, then remove the oldest over `keep`. The tensors may not change until it returns.
+
+        Raises CheckpointError, with the checkpoints before intact and nothing half-written left behind.
+        """
+        final = self._folder / f"{position.version.step:08d}"
+        work = self._folder / f".{final.name}.writing"
+        try:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            save_file(_contiguous(model), work / MODEL, metadata={"format": "pt"})
+            save_file(_contiguous(optimizer), work / OPTIMIZER)
+            state = {
+                "format": FORMAT,
+                "version": list(position.version),
+                "cursor": position.cursor,
+                "seen": position.seen,
+                "config": dict(config),
+                "digests": {name: _digest(work / name) for name in (MODEL, OPTIMIZER)},
+            }
+            (work / STATE).write_text(json.dumps(state), encoding="utf-8")
+            for name in (MODEL, OPTIMIZER, STATE):
+                _sync(work / name)
+            shutil.rmtree(final, ignore_errors=True)
+            work.rename(final)
+            _sync(self._folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(work, ignore_errors=True)
+            raise CheckpointError(f"checkpoint {final} cannot be written: {_reason(error)}") from error
+        self._remove_old()
+        return final
+
+    def _remove_old(self) -> None:
+        for folder in sorted(self._folder.glob("[0-9]*"))[: -self._keep]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest(run_folder: Path) -> tuple[PolicyVersion, Path] | None:
+    """The newest complete checkpoint of any incarnation, with the version in its path."""
+    found = [
+        (PolicyVersion(int(state.parent.parent.name), int(state.parent.name)), state.parent)
+        for state in (run_folder / "checkpoints").glob(f"*/*/{STATE}")
+        if state.parent.name.isdigit() and state.parent.parent.name.isdigit()
+    ]
+    return max(found, default=None)
+
+
+def load(folder: Path) -> Loaded:
+    """Read a checkpoint and check it against its digests. Raises CheckpointError with what is wrong and the way out."""
+    way_out = "remove this folder to resume from the one before"
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if state["format"] != FORMAT:
+            raise CheckpointError(f"checkpoint {folder} has format {state['format']}, this program reads {FORMAT}")
+        for name, digest in state["digests"].items():
+            if _digest(folder / name) != digest:
+                raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not what was written; {way_out}")
+        position = RunPosition(PolicyVersion(*state["version"]), int(state["cursor"]), list(state["seen"]))
+        return Loaded(folder, position, state["config"], load_file(folder / MODEL), load_file(folder / OPTIMIZER))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {_reason(error)}; {way_out}") from error
+
+
+def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's state by parameter name ("exp_avg.<name>", …), and the random state as "random.cpu"."""
+    tensors = {"random.cpu": torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}.{name}"] = value
+    return tensors
+
+
+def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded) -> None:
+    """Put a checkpoint's tensors into model and optimizer. Raises CheckpointError when they are another model's."""
+    parameters = dict(model.named_parameters())
+    if {name: tensor.shape for name, tensor in loaded.model.items()} != {
+        name: parameter.shape for name, parameter in parameters.items()
+    }:
+        raise CheckpointError(f"checkpoint {loaded.folder} is of another model than the run's")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(loaded.model[name])
+    for key, value in loaded.optimizer.items():
+        kind, _, name = key.partition(".")
+        if kind == "random":
+            torch.set_rng_state(value)
+        else:
+            parameter = parameters[name]
+            # AdamW keeps its count of steps as a float32 scalar on the device, the moments in the parameter's dtype.
+            optimizer.state[parameter][kind] = value.to(parameter.device)
+
+
+def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _digest(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

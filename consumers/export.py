@@ -1,0 +1,49 @@
+"""Export: a checkpoint as a Hugging Face folder that `transformers` loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consumers import checkpoint
+from headrace.errors import CheckpointError
+from headrace.policy.loading import load_model
+
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
+
+
+def export(checkpoint_folder: Path, model_folder: Path, out: Path, dtype: str = "bfloat16") -> Path:
+    """Write the checkpoint's weights in `dtype` with the config and tokenizer of `model_folder`; returns `out`.
+
+    Raises CheckpointError when the checkpoint cannot be read or `out` not be written, ModelError for the model.
+    """
+    loaded = checkpoint.load(checkpoint_folder)
+    return export_tensors(loaded.model, load_model(model_folder, dtype, "cpu"), model_folder, out)
+
+
+def export_tensors(tensors: Mapping[str, torch.Tensor], model: Any, model_folder: Path, out: Path) -> Path:
+    """Fill `model` (as `load_model` returns it, in the dtype to write) with `tensors` and save it whole."""
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != tensors.keys():
+        raise CheckpointError(f"the weights to export are not those of the model in {model_folder}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    work = out.with_name(f".{out.name}.writing")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        model.save_pretrained(work)
+        for file in sorted(model_folder.iterdir()):
+            if file.is_file() and not file.name.endswith(WEIGHTS) and not (work / file.name).exists():
+                shutil.copyfile(file, work / file.name)
+        shutil.rmtree(out, ignore_errors=True)
+        work.rename(out)
+    except OSError as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise CheckpointError(f"exported model {out} cannot be written: {error.strerror or error}") from error
+    return out

@@ -1,0 +1,187 @@
+"""Checkpoints: a run that goes on from one goes on to the bit, and a broken one is a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from broker.messages import Group, Trajectory, VersionSpan
+from consumers import checkpoint
+from consumers.checkpoint import Checkpoints, RunPosition
+from consumers.export import export
+from consumers.trainer import Trainer
+from headrace.config import Config, TrainerConfig
+from headrace.errors import CheckpointError
+from headrace.telemetry.phases import Lane
+from headrace.version import PolicyVersion
+
+
+def model(vocab_size: int = 61, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, tie_word_embeddings=True, **sizes)).float().eval()
+
+
+def trainer(net: Any) -> Trainer:
+    return Trainer(net, Config(trainer=TrainerConfig(autocast="off", learning_rate=1e-3)), Lane("trainer", "idle"))
+
+
+def group(seed: int) -> Group:
+    random = np.random.default_rng(seed)
+    members = tuple(
+        Trajectory(
+            random.integers(0, 61, 8).astype(np.int32),
+            np.full(8, -4.0, np.float32),
+            np.arange(8) > 3,
+            (VersionSpan(4, 8, PolicyVersion(1, 0)),),
+            float(i % 2),
+            "stop",
+        )
+        for i in range(4)
+    )
+    return Group(f"t{seed}", 1, "train", "sums", 0, "p", members)
+
+
+def save(folder: Path, net: Any, one: Trainer, step: int, incarnation: int = 1, keep: int = 2) -> Path:
+    position = RunPosition(PolicyVersion(incarnation, step), cursor=7, seen=["a", "b"])
+    tensors = checkpoint.optimizer_tensors(net, one.optimizer)
+    return Checkpoints(folder, incarnation, keep).save(position, {"run": {"seed": 1}}, one.parameters(), tensors)
+
+
+def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path: Path) -> None:
+    net = model()
+    one = trainer(net)
+    for step in range(2):
+        one.train([group(step)], step)
+    folder = save(tmp_path, net, one, 2)
+    torch.rand(3)
+    expected = [one.train([group(step)], step).loss for step in range(2, 5)]
+
+    fresh = model(seed=9)
+    two = trainer(fresh)
+    loaded = checkpoint.load(folder)
+    checkpoint.restore(fresh, two.optimizer, loaded)
+    assert (loaded.position.cursor, loaded.position.seen) == (7, ["a", "b"])
+    assert loaded.config == {"run": {"seed": 1}}
+    assert [two.train([group(step)], step).loss for step in range(2, 5)] == expected
+    for name, tensor in one.parameters().items():
+        assert torch.equal(tensor, two.parameters()[name]), name
+
+
+def test_the_random_state_comes_back(tmp_path: Path) -> None:
+    net = model()
+    one = trainer(net)
+    folder = save(tmp_path, net, one, 1)
+    expected = torch.rand(4)
+    checkpoint.restore(net, one.optimizer, checkpoint.load(folder))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_an_incarnation_keeps_its_last_ones_and_touches_no_other(tmp_path: Path) -> None:
+    net = model()
+    one = trainer(net)
+    for incarnation, step in ((1, 10), (2, 20), (2, 30), (2, 40)):
+        save(tmp_path, net, one, step, incarnation)
+    kept = sorted(str(p.relative_to(tmp_path / "checkpoints")) for p in tmp_path.glob("checkpoints/*/*"))
+    assert kept == ["1/00000010", "2/00000030", "2/00000040"]
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found[0] == PolicyVersion(2, 40)
+
+
+def test_a_half_written_one_is_not_found(tmp_path: Path) -> None:
+    net = model()
+    folder = save(tmp_path, net, trainer(net), 1)
+    shutil.copytree(folder, folder.with_name(".00000002.writing"))
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found[1] == folder
+    assert checkpoint.newest(tmp_path / "elsewhere") is None
+
+
+def _flip(folder: Path) -> None:
+    file = folder / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (_flip, "is damaged: optimizer.safetensors is not what was written; remove this folder to resume"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read: no such file or directory; remove"),
+        (lambda folder: (folder / "state.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "state.json").write_text(json.dumps({"format": 9})), "has format 9, this program"),
+    ],
+)
+def test_a_damaged_one_is_a_sentence(tmp_path: Path, harm: Any, sentence: str) -> None:
+    net = model()
+    folder = save(tmp_path, net, trainer(net), 1)
+    harm(folder)
+    with pytest.raises(CheckpointError, match=sentence):
+        checkpoint.load(folder)
+
+
+def test_one_of_another_model_is_a_sentence(tmp_path: Path) -> None:
+    net, other = model(), model(vocab_size=60)
+    folder = save(tmp_path, net, trainer(net), 1)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        checkpoint.restore(other, trainer(other).optimizer, checkpoint.load(folder))
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from consumers.checkpoint import Checkpoints, RunPosition
+from headrace.errors import CheckpointError
+from headrace.version import PolicyVersion
+
+torch.set_num_threads(1)
+checkpoints = Checkpoints(Path(sys.argv[1]), 1, 2)
+tensors = {"w": torch.zeros(1 << 16)}
+checkpoints.save(RunPosition(PolicyVersion(1, 1), 0), {}, tensors, tensors)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
+try:
+    checkpoints.save(RunPosition(PolicyVersion(1, 2), 0), {}, tensors, tensors)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_no_room_leaves_the_one_before_and_nothing_half_written(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for a full disk: the write fails in the middle, in the same way."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "cannot be written: " in done.stdout
+    assert "File too large" in done.stdout
+    assert [p.name for p in (tmp_path / "checkpoints" / "1").iterdir()] == ["00000001"]
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert checkpoint.load(found[1]).position.version == PolicyVersion(1, 1)
+
+
+def test_the_exported_folder_loads_in_transformers(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    model().to(torch.bfloat16).save_pretrained(base)
+    (base / "tokenizer.json").write_text("{}")
+    net = model(seed=5)
+    folder = save(tmp_path, net, trainer(net), 1)
+    out = export(folder, base, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, dict(net.named_parameters())[name].to(torch.bfloat16)), name
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []

@@ -1,0 +1,125 @@
+"""One optimizer step: what it computes, what it leaves out, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from broker.messages import Group, Trajectory, VersionSpan
+from consumers.losses import Denominators, LossSettings, LossTokens
+from consumers.trainer import StepResult, Trainer, learning_rate
+from headrace.config import Config, TrainerConfig
+from headrace.telemetry.phases import Lane
+from headrace.version import PolicyVersion
+
+
+def model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=97, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    return LlamaForCausalLM(config).float().eval()
+
+
+def group(rewards: list[float], seed: int = 0, behaviour: float = -4.5) -> Group:
+    """One prompt of 6 tokens and completions of 3 to 5."""
+    random = np.random.default_rng(seed)
+    prompt = random.integers(0, 97, 6)
+    made = []
+    for i, reward in enumerate(rewards):
+        tokens = np.concatenate([prompt, random.integers(0, 97, 3 + i % 3)]).astype(np.int32)
+        mask = np.arange(tokens.size) >= 6
+        spans = (VersionSpan(6, tokens.size, PolicyVersion(1, 0)),)
+        logprobs = np.where(mask, behaviour, 0).astype(np.float32)
+        made.append(Trajectory(tokens, logprobs, mask, spans, reward, "stop"))
+    return Group(f"t{seed}", 1, "train", "sums", seed, "p", tuple(made))
+
+
+def trainer(net: Any = None, **settings: Any) -> Trainer:
+    settings = {"autocast": "off", "learning_rate": 1e-3, **settings}
+    return Trainer(net or model(), Config(trainer=TrainerConfig(**settings)), Lane("trainer", "idle"))
+
+
+def weights(one: Trainer) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in one.parameters().values()])
+
+
+def run(one: Trainer, groups: list[Group], steps: int = 1) -> list[StepResult]:
+    return [one.train(groups, step) for step in range(steps)]
+
+
+GROUPS = [group([1, 0, 0, 1], 1), group([0.3, 1, 0, 0], 2), group([0, 0, 1, 0], 3)]
+
+
+def test_microbatches_add_up_to_one_big_batch() -> None:
+    one, many = trainer(token_budget=4096), trainer(token_budget=16)
+    (whole,), (pieces,) = run(one, GROUPS), run(many, GROUPS)
+    assert whole.packed_tokens < pieces.packed_tokens <= whole.tokens
+    assert pieces.loss == pytest.approx(whole.loss, abs=1e-6)
+    assert pieces.grad_norm == pytest.approx(whole.grad_norm, rel=1e-4)
+    torch.testing.assert_close(weights(one), weights(many), atol=1e-4, rtol=0)
+
+
+def test_training_makes_rewarded_completions_likelier() -> None:
+    results = run(trainer(clip_high=10.0, clip_low=0.99), GROUPS, steps=8)
+    assert results[-1].loss < results[0].loss - 0.1
+
+
+def test_rollouts_without_advantage_stay_out_of_the_backward_pass() -> None:
+    equal = group([1, 1, 1, 1], 9)
+    one, two = trainer(), trainer()
+    (alone,), (beside,) = run(one, GROUPS), run(two, [*GROUPS, equal])
+    assert (alone.without_advantage, beside.without_advantage) == (0, 4)
+    assert alone.packed_tokens == beside.packed_tokens
+    assert beside.loss == pytest.approx(alone.loss * 12 / 16, rel=1e-5)
+
+
+def test_a_batch_without_any_advantage_moves_nothing() -> None:
+    one = trainer()
+    before = weights(one).clone()
+    (result,) = run(one, [group([1, 1], 1)])
+    assert (result.skipped, result.packed_tokens, result.reward) == ("no rollout has an advantage", 0, 1.0)
+    assert torch.equal(before, weights(one))
+
+
+def infinite(tokens: LossTokens, denominators: Denominators, settings: LossSettings) -> torch.Tensor:
+    return tokens.logprobs_N.sum() * float("inf")
+
+
+def bent(tokens: LossTokens, denominators: Denominators, settings: LossSettings) -> torch.Tensor:
+    """Finite, with a gradient that is not."""
+    return torch.sqrt(tokens.logprobs_N - tokens.logprobs_N.detach()).sum()
+
+
+@pytest.mark.parametrize(("name", "what"), [("infinite", "loss"), ("bent", "gradient")])
+def test_a_step_that_is_not_finite_is_skipped(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer()
+    monkeypatch.setattr(one, "_loss", globals()[name])
+    before = weights(one).clone()
+    (result,) = run(one, GROUPS)
+    assert result.skipped == f"the {what} is not finite"
+    assert torch.equal(before, weights(one))
+    monkeypatch.undo()
+    after = trainer()
+    assert one.train(GROUPS, 1).loss == after.train(GROUPS, 1).loss, "a skipped step leaves no gradient behind"
+
+
+def test_autocast_stays_close_to_float32() -> None:
+    (exact,), (half,) = run(trainer(), GROUPS), run(trainer(autocast="bfloat16"), GROUPS)
+    assert half.loss == pytest.approx(exact.loss, abs=0.02)
+    assert half.grad_norm == pytest.approx(exact.grad_norm, rel=0.1)
+
+
+def test_mismatch_is_the_distance_to_the_sampler() -> None:
+    near, far = (run(trainer(), [group([1, 0], 1, behaviour)])[0] for behaviour in (-4.6, -9.6))
+    assert near.mismatch < 1.0 < far.mismatch
+    assert far.clipped == 1.0
+
+
+def test_warm_up_is_linear_then_constant() -> None:
+    config = TrainerConfig(learning_rate=1e-3, warmup_steps=4)
+    assert [learning_rate(config, step) for step in (0, 1, 3, 50)] == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3])
+    assert learning_rate(TrainerConfig(learning_rate=1e-3), 0) == 1e-3
