@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import sys
 import traceback
@@ -57,7 +59,7 @@ def up(
 
     overrides = list(values or ())
     if model is not None:
-        overrides.append(f"model.path={model}")
+        overrides.append(f"model.path={json.dumps(model, ensure_ascii=False)}")
     if steps is not None:
         overrides.append(f"run.steps={steps}")
     raise typer.Exit(run_up(Wish(config, run, tuple(overrides), resume)))
@@ -80,8 +82,6 @@ def scale(
 @app.command()
 def status(run: RunOption = None, as_json: JsonOption = False) -> None:
     """Processes, versions, lag, queues and the balance sheet."""
-    import json
-
     from rich.console import Console
 
     from deploy.connections import open_operator
@@ -131,8 +131,6 @@ def stop(
 @app.command("config")
 def show_config(config: ConfigOption = None, values: SetOption = None, as_json: JsonOption = False) -> None:
     """The resolved configuration, with where each value came from."""
-    import json
-
     from deploy.config_table import table
     from headrace.config_sources import resolve
 
@@ -190,10 +188,12 @@ def delete_run(run_id: Annotated[str, typer.Argument(metavar="ID")]) -> None:
 
 def main() -> None:
     """Entry point of the console script: errors become one sentence on stderr and an exit code of their class."""
+    # What libraries and services log is for log files; a command's own words are its output.
+    logging.getLogger().addHandler(logging.StreamHandler() if debug() else logging.NullHandler())
     try:
         app()
     except HeadraceError as error:
-        if os.environ.get(DEBUG) == "1":
+        if debug():
             traceback.print_exc()
         print(f"headrace: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -203,6 +203,10 @@ def main() -> None:
         # The reader of our output (`| head`) has enough; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def debug() -> bool:
+    return os.environ.get(DEBUG) == "1"
 
 
 def _wait(work: Coroutine[Any, Any, Result]) -> Result:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from broker.api import OperatorPort, Runs
-from broker.connect import connect_operator, connect_runs
+from broker.connect import connect_run, connect_runs
 from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
 from headrace.config import BrokerConfig
 from headrace.config_sources import resolve
@@ -48,9 +48,9 @@ def local_connection(run: str | None) -> Connection:
 
 async def connect(url: str, run_id: str, config: BrokerConfig) -> tuple[Runs, OperatorPort]:
     """Both sides of the command line's broker. Raises BrokerUnavailable after the configured time."""
-    runs = await connect_runs(url, config)
+    runs = connect_runs(url, config)
     await runs.ping()
-    return runs, await connect_operator(url, run_id, config)
+    return runs, connect_run(url, run_id, config)
 
 
 @asynccontextmanager
@@ -60,7 +60,7 @@ async def open_runs() -> AsyncIterator[Runs | None]:
     if not url:
         yield None
         return
-    runs = await connect_runs(url, _config())
+    runs = connect_runs(url, _config())
     try:
         await runs.ping()
         yield runs
@@ -77,7 +77,7 @@ async def open_operator(run: str | None) -> AsyncIterator[tuple[str, OperatorPor
     else:
         connection = local_connection(run)
         run, url = connection.run_id, connection.url
-    operator = await connect_operator(url, run, _config())
+    operator = connect_run(url, run, _config())
     try:
         await operator.record()
         yield run, operator
@@ -86,7 +86,7 @@ async def open_operator(run: str | None) -> AsyncIterator[tuple[str, OperatorPor
 
 
 async def _only_run(url: str) -> str:
-    runs = await connect_runs(url, _config())
+    runs = connect_runs(url, _config())
     try:
         await runs.ping()
         ids = await runs.ids()

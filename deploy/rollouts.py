@@ -86,7 +86,7 @@ async def stream(operator: OperatorPort, console: Console, *, count: int, follow
     """Print the newest `count` rollouts that the broker still holds, then, to follow, all that come."""
     decoder = Decoder.of_run(await operator.record())
     newest: deque[Shown] = deque(maxlen=count)
-    after = "0-0"
+    after = ""
     while batch := await operator.finished(after, 1):
         step = (await operator.state()).step
         for cursor, delivery, producer in batch:

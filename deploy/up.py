@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 from contextlib import ExitStack
 from datetime import datetime
+from pathlib import Path
 
 from rich.console import Console
 
@@ -31,6 +33,7 @@ def up(wish: Wish) -> int:
     if wish.resume is False:
         console.print("preparing the model", style="dim")
     plan = make_plan(wish, os.environ, datetime.now())
+    _log_to(plan.folder.log("launcher"))
     with ExitStack() as stack:
         stack.callback(plan.folder.unlock)
         redis, url = _broker(plan, stack)
@@ -39,6 +42,13 @@ def up(wish: Wish) -> int:
         code, launcher = _launch(plan, url, redis, console, stack)
     _conclude(plan, launcher, console)
     return code
+
+
+def _log_to(file: Path) -> None:
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
 
 
 def _broker(plan: Plan, stack: ExitStack) -> tuple[RedisServer | None, str]:

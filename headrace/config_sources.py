@@ -70,9 +70,11 @@ def _file_items(file: Path) -> Iterator[tuple[str, Any]]:
 def _scalar(text: str) -> Any:
     """A value as TOML would read it; anything that is not TOML is a plain string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    # A line break in the text must not smuggle in more than one value.
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _put(tree: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
@@ -87,10 +89,15 @@ def _put(tree: dict[str, Any], origins: dict[str, str], key: str, value: Any, or
     origins[key] = origin
 
 
+def _related(known: str, key: str) -> bool:
+    """One is the other, or stands below it."""
+    return known == key or key.startswith(f"{known}.") or known.startswith(f"{key}.")
+
+
 def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    origin = next((origins[known] for known in origins if known == key or key.startswith(f"{known}.")), None)
+    origin = next((origins[known] for known in origins if _related(known, key)), None)
     where = f" (from {origin})" if origin else ""
     if first["type"] == "extra_forbidden":
         return f"{key}{where} is not a known configuration key; `headrace config` lists all keys"

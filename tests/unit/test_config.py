@@ -1,0 +1,134 @@
+"""What the configuration accepts, and what it says when it does not."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.config import Config
+from headrace.config_sources import flatten, resolve
+from headrace.errors import ConfigError
+
+
+def sentence(*overrides: str, environ: dict[str, str] | None = None, file: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, environ or {}, overrides)
+    return str(caught.value)
+
+
+def refusal_of(override: str) -> str | None:
+    try:
+        resolve(None, {}, [override])
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nsteps = 1\nseed = 1\n[trainer]\ngroup_size = 4\n")
+    resolved = resolve(file, {"HEADRACE__RUN__STEPS": "2", "HEADRACE__RUN__SEED": "2", "PATH": "x"}, ["run.steps=3"])
+    assert (resolved.config.run.steps, resolved.config.run.seed, resolved.config.trainer.group_size) == (3, 2, 4)
+    assert resolved.origins == {
+        "run.steps": "command line",
+        "run.seed": "$HEADRACE__RUN__SEED",
+        "trainer.group_size": str(file),
+    }
+
+
+def test_the_redis_url_is_no_configuration_key() -> None:
+    assert resolve(None, {"HEADRACE_REDIS_URL": "redis://:secret@host", "HEADRACE_RUN": "r"}, ()).origins == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.rate=1", "trainer.rate (from command line) is not a known configuration key"),
+        ("bogus.rate=1", "bogus (from command line) is not a known configuration key"),
+        ("bogus=1", "bogus (from command line) is not a known configuration key"),
+        ("run.steps=0", "run.steps = 0 (from command line): input should be greater than or equal to 1"),
+        ("run.steps=many", "run.steps = 'many' (from command line): input should be a valid integer"),
+        ("model.dtype=int4", "model.dtype = 'int4' (from command line): input should be"),
+        ("run=3", "run = 3 (from command line): input should be a valid dictionary"),
+        ("environments=[]", "environments: at least one environment is needed"),
+        ("trainer.group_size=33", "33 rollouts do not fit into producer.slots = 32"),
+        ("trainer.group_size=1", "producer.min_group_size: 2 is more than trainer.group_size = 1"),
+        ("sampling.max_new_tokens=512", "leaves no room for a prompt"),
+        ("steps", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("telemetry.port=70000", "telemetry.port = 70000"),
+    ],
+)
+def test_a_refusal_names_key_value_and_origin(override: str, expected: str) -> None:
+    text = sentence(override)
+    assert expected in text
+    assert "\n" not in text
+
+
+def test_a_value_below_a_value_is_refused() -> None:
+    assert "steps is a value, not a section" in sentence("run.steps=3", "run.steps.more=4")
+
+
+@pytest.mark.parametrize("key", ["", ".", "run.", ".steps", "run..steps"])
+def test_a_key_with_an_empty_part_is_refused(key: str) -> None:
+    sentence(f"{key}=1")
+
+
+def test_environment_variables_are_named_in_refusals() -> None:
+    text = sentence(environ={"HEADRACE__TRAINER__LEARNING_RATE": "fast"})
+    assert "trainer.learning_rate = 'fast' (from $HEADRACE__TRAINER__LEARNING_RATE)" in text
+
+
+def test_an_item_of_a_list_is_named() -> None:
+    text = sentence('environments=[{name="arithmetic", size=3}]')
+    assert text.startswith("environments.0.size (from command line) is not a known configuration key")
+
+
+@pytest.mark.parametrize(("content", "expected"), [(b"[run", "is not valid TOML"), (b"\xff\xfe", "is not valid TOML")])
+def test_a_damaged_file_is_refused(content: bytes, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    assert expected in sentence(file=file)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    assert "cannot be read: No such file or directory" in sentence(file=tmp_path / "missing.toml")
+    assert "cannot be read: Is a directory" in sentence(file=tmp_path)
+
+
+def test_an_empty_table_in_a_file_is_no_error(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\n[trainer]\nclip_norm = 0.5\n")
+    assert resolve(file, {}, ()).config.trainer.clip_norm == 0.5
+    assert resolve(file, {}, ["run.steps=5"]).config.run.steps == 5
+
+
+def test_a_line_break_does_not_smuggle_in_a_second_value() -> None:
+    assert resolve(None, {}, ["model.path=1\nx=2"]).config.model.path == "1\nx=2"
+
+
+def test_infinite_and_missing_numbers_are_refused() -> None:
+    for value in ("nan", "inf", "-inf"):
+        assert "trainer.clip_norm" in sentence(f"trainer.clip_norm={value}")
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_value_or_a_sentence(text: str) -> None:
+    refusal = refusal_of(f"model.path={text}")
+    assert refusal is None or "model.path" in refusal
+
+
+@given(st.text(max_size=12), st.text(max_size=12))
+def test_any_key_is_known_or_refused(key: str, value: str) -> None:
+    assert refusal_of(f"{key}={value}") != ""
+
+
+def test_the_stored_tree_gives_the_same_configuration() -> None:
+    config = resolve(None, {}, ['environments=[{name="a", options={x=[1, 2]}}]', "sampling.stop=['x']"]).config
+    assert Config.model_validate(config.model_dump(mode="json")) == config
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_flatten_gives_the_leaves() -> None:
+    assert dict(flatten({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}

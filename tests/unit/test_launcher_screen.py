@@ -1,0 +1,153 @@
+"""What a run shows: step lines, the panel, the report at the end, and how rollouts read."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from broker.api import Peer
+from broker.messages import Group, Trajectory, VersionSpan
+from deploy.progress import Fleet, Follower, step_line
+from deploy.report import balance_line, print_report
+from deploy.rollouts import Decoder, rollouts_of
+from deploy.screen import PartView, RunView, Screen, panel
+from headrace.version import PolicyVersion
+
+
+def console(*, terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=120, force_terminal=terminal, highlight=False, soft_wrap=True)
+
+
+def text_of(target: Console) -> str:
+    assert isinstance(target.file, io.StringIO)
+    return target.file.getvalue()
+
+
+def producer(name: str, *, alive: bool = True, **state: float) -> Peer:
+    return Peer(name, "producer", "host", 1, alive, state)
+
+
+def test_a_step_is_one_line() -> None:
+    fields = {
+        "step": 7,
+        "reward": 0.5,
+        "accuracy": 0.25,
+        "lag": 1.26,
+        "trained_tokens_per_s": 240.4,
+        "idle_wait": {"trainer": 0.041},
+    }
+    fleet = Fleet.of([producer("a", tokens_per_s=300.0, idle=0.1), producer("b", tokens_per_s=20.0, idle=0.3)])
+    line = step_line(fields, 40, fleet)
+    assert " ".join(line.split()) == (
+        "step 7/40 reward 0.50 accuracy 25% lag 1.3 tokens/s: generated 320 trained 240 idle: producers 20% trainer 4%"
+    )
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    line = step_line({"step": 1}, 5, Fleet())
+    assert line.count(" -") >= 4
+    assert "0%" not in line
+
+
+def test_the_dead_do_not_count() -> None:
+    assert Fleet.of([producer("a", alive=False, tokens_per_s=5.0, idle=0.0)]) == Fleet(0, 0.0, None)
+
+
+def test_a_follower_sees_whole_lines_once(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    follower = Follower(file)
+    assert follower.read() == []
+    file.write_text('{"step": 1}\nno json\n[3]\n{"step": 2}\n{"step"')
+    assert follower.read() == [{"step": 1}, {"step": 2}]
+    assert follower.read() == []
+    with file.open("a") as stream:
+        stream.write(": 3}\n")
+    assert follower.read() == [{"step": 3}]
+    assert Follower(file, from_end=True).read() == []
+
+
+def test_without_a_terminal_there_are_only_lines() -> None:
+    target = console()
+    with Screen(target) as screen:
+        screen.event("producer-1", "died", "process 5 was killed by SIGKILL")
+        screen.show(RunView("r", "running", 1, 2))
+        screen.line("step 1/2 [red]")
+    assert text_of(target) == "producer-1 died: process 5 was killed by SIGKILL\nstep 1/2 [red]\n"
+
+
+def test_a_terminal_has_a_panel_below() -> None:
+    target = console(terminal=True)
+    with Screen(target) as screen:
+        screen.show(RunView("r1", "running", 1, 2, [PartView("producer-1", 55, "running", "1.3", 301.0, 0.05)]))
+    assert "producer-1" in text_of(target)
+    plain = console()
+    plain.print(panel(RunView("r1", "running", 1, 2, [PartView("producer-1", 55, "running", "1.3", 301.0, 0.05)]), 61))
+    for shown in ("r1", "1:01", "step 1/2", "producer-1", "55", "1.3", "301", "5%"):
+        assert shown in text_of(plain)
+
+
+SUMMARY = {
+    "accuracy_before": 0.18,
+    "accuracy_after": 0.911,
+    "wall_s": 391.7,
+    "steps": 40,
+    "balance": {"train": {"admitted": 10, "outstanding": 2, "verdicts": {"trained": 7, "stale": 1}, "closed": True}},
+    "idle_wait": {"trainer": 0.04, "producers": 0.31},
+    "seconds": {"trainer": {"train": 95.0, "wait_groups": 5.0}},
+    "examples": [{"prompt": "3 + 4 =", "before": "[I think]\n8", "after": "7"}],
+    "export": "/some/where/export",
+}
+
+
+def test_the_report_shows_what_the_summary_has() -> None:
+    target = console()
+    print_report(target, SUMMARY)
+    shown = text_of(target)
+    for expected in (
+        "18.0%",
+        "91.1%",
+        "392 s",
+        "7 trained",
+        "closed",
+        "train 95%",
+        "31%",
+        "[I think]⏎8",
+        "/some/where/export",
+    ):
+        assert expected in shown
+
+
+def test_the_report_leaves_out_what_is_missing() -> None:
+    target = console()
+    print_report(target, {"steps": 3})
+    assert "Completions" not in text_of(target)
+    assert "accuracy" not in text_of(target)
+
+
+def test_a_balance_that_does_not_close_says_so() -> None:
+    assert balance_line({"admitted": 3, "outstanding": 1, "verdicts": {"trained": 1}, "closed": False}) == (
+        "3 admitted = 1 trained + 1 outstanding, NOT CLOSED"
+    )
+
+
+def test_a_rollout_is_split_where_sampling_began() -> None:
+    trajectory = Trajectory(
+        token_ids_T=np.array([5, 6, 7, 8], np.int32),
+        logprobs_T=np.zeros(4, np.float32),
+        loss_mask_T=np.array([False, False, True, True]),
+        spans=(VersionSpan(2, 3, PolicyVersion(1, 3)), VersionSpan(3, 4, PolicyVersion(1, 4))),
+        reward=1.0,
+        finish_reason="stop",
+    )
+    group = Group("t", 1, "train", "arithmetic", 3, "p", (trajectory,))
+    (shown,) = rollouts_of(group, "producer-1", 6, Decoder(None))
+    assert (shown.prompt, shown.completion, shown.lag, shown.task) == ("5 6", "7 8", 3, "arithmetic/3")
+
+
+def test_a_decoder_reads_the_models_tokenizer(tmp_path: Path) -> None:
+    vocabulary = {"type": "WordLevel", "vocab": {"seven": 0, "eight": 1}, "unk_token": "seven"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": vocabulary}))
+    assert Decoder(tmp_path).text([1, 0]) == "eight seven"
+    assert Decoder(tmp_path / "elsewhere").text([1, 0]) == "1 0"
