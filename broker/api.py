@@ -11,13 +11,14 @@ from typing import Any, Literal, Protocol
 
 from broker.messages import Group, GroupDelivery, StepEntry, StepRecord, Task, TaskDelivery, TaskKind
 from headrace.version import PolicyVersion
+
 RunStatus = Literal["running", "stopping", "finished", "failed"]
 Published = Literal["published", "repeated", "superseded"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run is. Written once, before any service starts; a producer that differs in digests or schema is refused."""
+    """What a run is. Written once, before any service starts; a producer whose digests or schema differ is refused."""
 
     run_id: str
     schema: int
@@ -126,6 +127,10 @@ class ServicePort(Protocol):
 
     async def state(self) -> RunState: ...
 
+    async def now_ms(self) -> int:
+        """The broker's clock, milliseconds since the epoch: that of every deadline."""
+        ...
+
     async def heartbeat(self, peer: Peer, lease_s: float) -> None: ...
 
     async def retire(self, name: str) -> None:
@@ -149,7 +154,10 @@ class ProducerPort(ServicePort, Protocol):
         ...
 
     async def take(self, producer: str, count: int, block_ms: int) -> list[TaskDelivery]:
-        """At most `count` tasks, those of dead producers first. A task over its delivery limit goes to `dead`."""
+        """At most `count` tasks, those of dead producers first. A task over its delivery limit goes to `dead`.
+
+        One whose deadline has passed is published as a failed group at once, and not returned.
+        """
         ...
 
     async def renew(self, producer: str, entry_ids: list[str]) -> list[str]:
@@ -167,13 +175,21 @@ class ProducerPort(ServicePort, Protocol):
 
 class TrainerPort(ServicePort, Protocol):
     async def take_fence(self, newest_checkpoint: int) -> Fence:
-        """Become the run's trainer: incarnation max(broker, newest checkpoint) + 1. Older trainers are fenced from now on."""
+        """Become the run's trainer, of incarnation max(broker, newest checkpoint) + 1.
+
+        Older ones are fenced from now on. A run that had ended is running again.
+        """
         ...
 
     async def admit(self, fence: Fence, tasks: list[Task]) -> None: ...
 
     async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
-        """New groups, validated; what is invalid is already in `dead`, its task settled."""
+        """New groups, validated.
+
+        What is invalid (or a task that was delivered too often) is already in `dead` and settled. Where it was the
+        only group of its task, it comes as a group with `error` and no trajectories, so that the task's slot is
+        seen to be free; settling it again changes nothing.
+        """
         ...
 
     async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
@@ -185,7 +201,10 @@ class TrainerPort(ServicePort, Protocol):
     async def steps_after(self, step: int) -> list[StepRecord]: ...
 
     async def settle(self, fence: Fence, kind: TaskKind, entries: list[StepEntry]) -> None:
-        """Acknowledge and delete these groups and count their verdicts. Each task is counted once, however often asked."""
+        """Acknowledge and delete these groups and count their verdicts. Each task counts once, however often asked.
+
+        An empty entry id stands for whatever the task is now: a task that waits, or its group.
+        """
         ...
 
     async def set_step(self, fence: Fence, step: int) -> None: ...
@@ -233,7 +252,10 @@ class OperatorPort(ServicePort, Protocol):
     async def set_status(self, status: RunStatus, reason: str) -> None: ...
 
     async def finished(self, after: str, block_ms: int) -> list[tuple[str, GroupDelivery, str]]:
-        """Groups as they come, for a person to read, without taking them: (cursor, group, producer)."""
+        """Groups as they come, for a person to read, without taking them: (cursor, group, producer).
+
+        `after` is "" from the oldest that is left, "$" for only new ones at the first call, else the last cursor.
+        """
         ...
 
 

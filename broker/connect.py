@@ -1,0 +1,50 @@
+"""From a URL to a broker: the only place that knows which kinds there are.
+
+The URL carries user, password and TLS, as in `rediss://user:password@host:6380/0`; it comes from the environment or a
+private file, never from a command line. `memory:` is this process's own broker, for tests and capacity planning.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from broker.api import OperatorPort, ProducerPort, Runs, TrainerPort, WeightsPort
+from headrace.config import BrokerConfig
+
+MEMORY = "memory:"
+
+
+class Run(ProducerPort, TrainerPort, WeightsPort, OperatorPort, Protocol):
+    """One run with every port."""
+
+
+def connect_runs(url: str, config: BrokerConfig | None = None) -> Runs:
+    """All runs of the broker at `url`. Nothing is sent before the first call.
+
+    Raises ConfigError for a URL that is none.
+    """
+    config = config or BrokerConfig()
+    if url.startswith(MEMORY):
+        from broker.memory import MemoryRuns
+
+        return MemoryRuns.at(url, config)
+    from broker.redis.connection import Connection
+    from broker.redis.runs import RedisRuns
+
+    return RedisRuns(Connection(url, config))
+
+
+def connect_run(url: str, run_id: str, config: BrokerConfig | None = None) -> Run:
+    """One run of the broker at `url`. Nothing is sent before the first call.
+
+    Raises ConfigError for a URL that is none, Refused for an id that no run can have. A service that was given only
+    the URL and the run id leaves `config` out, reads the record, and connects again with what stands there.
+    """
+    config = config or BrokerConfig()
+    if url.startswith(MEMORY):
+        from broker.memory import MemoryRuns
+
+        return MemoryRuns.at(url, config).run(run_id)
+    from broker.redis.run import RedisRun
+
+    return RedisRun(url, run_id, config)

@@ -1,0 +1,135 @@
+"""What all ports of one run share: its keys, its scripts, and how answers of Redis become our errors."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from redis import exceptions
+
+from broker.api import Fence, RunRecord
+from broker.keys import Keys
+from broker.redis.connection import Connection
+from broker.redis.records import decode_record
+from broker.redis.scripts import scripts
+from headrace.errors import BrokerUnavailable, Fenced, Refused
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+Fields = dict[bytes, bytes]
+Entry = tuple[str, Fields]
+"""A stream entry: id and fields."""
+
+_FENCED = re.compile(r"FENCED (\d+)")
+
+
+class Link:
+    """The connection of one service to one run."""
+
+    def __init__(self, connection: Connection, run_id: str) -> None:
+        self.connection = connection
+        self.keys = Keys(run_id)
+        self._record: RunRecord | None = None
+
+    @property
+    def run_id(self) -> str:
+        return self.keys.run_id
+
+    async def record(self) -> RunRecord:
+        """The run's record, which never changes. Raises Refused where there is none."""
+        if self._record is None:
+            raw = await self.send("GET", self.keys.of("record"))
+            if raw is None:
+                raise self.gone()
+            self._record = decode_record(raw)
+        return self._record
+
+    async def script(self, name: str, *args: Any, fence: Fence | None = None) -> Any:
+        """Run a script by name. Raises Fenced, Refused when the run is gone, BrokerUnavailable."""
+        command = self.evalsha(name, *args, fence=fence)
+        return await self.call(lambda: self.connection.execute(*command))
+
+    async def send(self, *command: Any) -> Any:
+        """One command."""
+        return await self.call(lambda: self.connection.execute(*command))
+
+    async def pipeline(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Several commands in one round trip, not as a transaction."""
+        return await self.call(lambda: self.connection.execute_all(commands))
+
+    def evalsha(self, name: str, *args: Any, fence: Fence | None = None) -> tuple[Any, ...]:
+        script = scripts()[name]
+        assert script.fenced == (fence is not None), f"{name} and its fence do not fit"
+        right = () if fence is None else (str(fence.incarnation), fence.nonce)
+        return ("EVALSHA", script.sha, len(script.keys), *map(self.keys.of, script.keys), *right, *args)
+
+    async def call(self, send: Callable[[], Awaitable[T]]) -> T:
+        return await self.connection.call(send, on_failure=self._on_failure)
+
+    def block_ms(self, wanted: int) -> int:
+        """A block that Redis accepts: 0 would wait for ever, and more than the configured one is cut by the socket."""
+        return max(1, min(wanted, self.connection.block_ms))
+
+    async def _on_failure(self, error: exceptions.RedisError) -> bool:
+        if not isinstance(error, exceptions.ResponseError):
+            return False
+        text = str(error)
+        if "GONE" in text:
+            raise self.gone() from None
+        if fenced := _FENCED.search(text):
+            raise Fenced(
+                f"run {self.run_id} now belongs to the trainer of incarnation {fenced.group(1)}; "
+                "this one may change nothing"
+            ) from None
+        if "NOGROUP" in text:
+            log.warning("run %s: a consumer group is missing at Redis at %s; making it anew", self.run_id, self.place)
+            await self._repair()
+            return True
+        return False
+
+    async def _repair(self) -> None:
+        command = self.evalsha("repair")
+        try:
+            await self.connection.execute(*command)
+        except exceptions.ResponseError as error:
+            if "GONE" in str(error):
+                raise self.gone() from None
+            raise BrokerUnavailable(f"Redis at {self.place} answered: {error}") from error
+        except exceptions.RedisError as error:
+            # The call that failed is tried again, and finds the same.
+            log.warning("run %s: the consumer groups could not be made anew: %s", self.run_id, error)
+
+    @property
+    def place(self) -> str:
+        return self.connection.place
+
+    def gone(self) -> Refused:
+        """The error of a run that is not there (any more)."""
+        return Refused(
+            f"there is no run {self.run_id!r} in Redis at {self.place}; `headrace runs list` shows those that are"
+        )
+
+
+def entries_of(reply: Any) -> list[Entry]:
+    """Entries in the reply of XRANGE or XREAD as the client parses them; deleted ones are left out."""
+    return [(text(entry_id), fields) for entry_id, fields in reply or () if fields is not None]
+
+
+def stream_entries(reply: Any) -> list[Entry]:
+    """Entries in the reply of XREAD or XREADGROUP on one stream."""
+    return entries_of(reply[0][1]) if reply else []
+
+
+def fields_of(flat: list[bytes]) -> Fields:
+    """Alternating names and values as a dict, from a script's reply."""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def text(raw: bytes | str | None) -> str:
+    """Redis's bytes as text; what is not UTF-8 is shown, not hidden."""
+    if raw is None:
+        return ""
+    return raw if isinstance(raw, str) else raw.decode("utf-8", "backslashreplace")

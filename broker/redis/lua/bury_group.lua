@@ -1,0 +1,26 @@
+-- KEYS record state groups open sheet dead
+-- FENCED
+-- ALWAYS
+-- ARGV: then entry id, reason, SHA-256 of the body, its length, most bytes kept, most dead entries
+-- Answers 1 when this was the open group of a task, which is then counted as dead.
+local id = ARGV[3]
+local entry = redis.call('XRANGE', groups, id, id)[1]
+redis.call('XACK', groups, 'trainer', id)
+if not entry then
+  return 0
+end
+local task = field(entry, 'task') or ''
+if not field(entry, 'dead') then
+  redis.call('XADD', dead, 'MAXLEN', ARGV[8], '*', 'task', task, 'attempt', field(entry, 'attempt') or '',
+    'kind', field(entry, 'kind') or '', 'source', 'groups', 'reason', ARGV[4], 'sha256', ARGV[5], 'length', ARGV[6],
+    'body', string.sub(field(entry, 'body') or '', 1, ARGV[7]))
+end
+redis.call('XDEL', groups, id)
+local known = redis.call('HGET', open, task)
+local kind = known and string.match(known, '^(%S+) g ' .. string.gsub(id, '%-', '%%-') .. '$')
+if not kind then
+  return 0
+end
+redis.call('HDEL', open, task)
+count(sheet, kind, 'dead', ARGV[4])
+return 1

@@ -1,0 +1,19 @@
+-- KEYS record tasks open
+-- ARGV: producer, then entry ids
+-- A task that is given back becomes a new entry, so that whoever waits is woken; its attempts count on,
+-- its deliveries (which make it poison) start anew.
+local returned = 0
+for i = 2, #ARGV do
+  local delivered = deliveries(tasks, ARGV[i], ARGV[1])
+  local entry = delivered and redis.call('XRANGE', tasks, ARGV[i], ARGV[i])[1]
+  if entry then
+    local task, kind = field(entry, 'task'), field(entry, 'kind')
+    redis.call('XACK', tasks, 'producers', ARGV[i])
+    redis.call('XDEL', tasks, ARGV[i])
+    local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', field(entry, 'attempt') + delivered,
+      'kind', kind, 'body', field(entry, 'body'))
+    redis.call('HSET', open, task, kind .. ' t ' .. id)
+    returned = returned + 1
+  end
+end
+return returned

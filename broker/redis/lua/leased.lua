@@ -1,0 +1,2 @@
+-- KEYS record leases
+return redis.call('ZRANGEBYSCORE', leases, '(' .. now_ms(), '+inf')

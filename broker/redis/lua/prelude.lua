@@ -1,0 +1,43 @@
+-- Stands before every script. KEYS[1] is the run's record; without it nothing may be written.
+-- A run that has ended carries a time to live; what a late script creates takes it over (see epilogue.lua).
+local left = redis.call('PTTL', KEYS[1])
+if left == -2 then
+  return redis.error_reply('GONE')
+end
+
+local function field(entry, name)
+  local fields = entry[2]
+  for i = 1, #fields, 2 do
+    if fields[i] == name then
+      return fields[i + 1]
+    end
+  end
+  return nil
+end
+
+-- Milliseconds since the epoch on this server's clock.
+local function now_ms()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+-- Counts one task under its verdict. Reasons are free text: beyond 512 fields they count together.
+local function count(sheet, kind, verdict, reason)
+  redis.call('HINCRBY', sheet, kind .. ' v ' .. verdict, 1)
+  if reason ~= '' then
+    local name = kind .. ' r ' .. verdict .. ': ' .. reason
+    if redis.call('HEXISTS', sheet, name) == 0 and redis.call('HLEN', sheet) >= 512 then
+      name = kind .. ' r ' .. verdict .. ': other reasons'
+    end
+    redis.call('HINCRBY', sheet, name, 1)
+  end
+end
+
+-- The delivery of a task entry to a consumer: how often it was delivered, or nil when it is another's or nobody's.
+local function deliveries(tasks, entry, consumer)
+  local pending = redis.call('XPENDING', tasks, 'producers', entry, entry, 1)
+  if #pending == 1 and pending[1][2] == consumer then
+    return pending[1][4]
+  end
+  return nil
+end

@@ -1,0 +1,65 @@
+"""What the command line asks of a run: balance sheet, depths, finished rollouts."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from broker.api import Balance, QueueDepths, RunStatus
+from broker.codec import decode_group
+from broker.messages import GroupDelivery, TaskKind
+from broker.redis.groups import dead_group, limits_of
+from broker.redis.link import Link, stream_entries, text
+from broker.redis.service import RedisService
+from broker.redis.trainer import KEEP_ENDED_MS
+from broker.sheet import balances
+from headrace.errors import WireError
+
+PAGE = 16
+"""Groups that `finished` reads at once."""
+
+
+class RedisOperator(RedisService):
+    """OperatorPort on Redis."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._finished_from: str | None = None
+
+    async def balance(self) -> list[Balance]:
+        sheet, rows = await self._link.script("balance")
+        counts = {text(name): int(value) for name, value in zip(sheet[::2], sheet[1::2], strict=True)}
+        outstanding = {text(kind): int(number) for kind, number in rows}
+        return balances(get_args(TaskKind), counts, outstanding)
+
+    async def depths(self) -> QueueDepths:
+        return QueueDepths(*await self._link.script("depths"))
+
+    async def set_status(self, status: RunStatus, reason: str) -> None:
+        kept_ms = KEEP_ENDED_MS if status in ("finished", "failed") else 0
+        await self._link.script("set_status", status, reason, kept_ms)
+
+    async def finished(self, after: str, block_ms: int) -> list[tuple[str, GroupDelivery, str]]:
+        """Reads stream `groups` beside the trainer, without taking part in its consumer group.
+
+        The trainer's settling acknowledges a group at once, but deletes it only when 64 later ones are settled: so a
+        reader who comes late, or after the run's end, still sees the newest ones, and no body is stored twice.
+        `after` is "" from the oldest that is left, "$" only new ones, else a cursor from an earlier call.
+        """
+        stream = self._link.keys.of("groups")
+        if after == "$":
+            after = self._finished_from or await self._newest(stream)
+            self._finished_from = after
+        reply = await self._link.send(
+            "XREAD", "COUNT", PAGE, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, after or "0"
+        )
+        found = []
+        for entry_id, fields in stream_entries(reply):
+            body = fields.get(b"body", b"")
+            try:
+                group = decode_group(body, limits_of(await self.record()))
+            except WireError as error:
+                group = dead_group(fields, text(fields.get(b"dead")) or str(error))
+            found.append((entry_id, GroupDelivery(entry_id, len(body), group), text(fields.get(b"producer"))))
+        if found and self._finished_from is not None:
+            self._finished_from = found[-1][0]
+        return found

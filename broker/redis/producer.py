@@ -1,0 +1,172 @@
+"""A producer's side of a run: take tasks under a lease, publish groups, give tasks back."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from broker.api import Hello, Published
+from broker.codec import decode_task, encode_group
+from broker.identity import difference
+from broker.messages import Group, Task, TaskDelivery
+from broker.redis.link import Fields, Link, fields_of, stream_entries, text
+from broker.redis.service import RedisService, milliseconds
+from headrace.errors import Refused, WireError
+
+KEEP_PUBLISHED = 4096
+"""Published attempts that are remembered, so that repeating one is answered with success."""
+MAX_DEAD = 256
+"""Entries of stream `dead`."""
+MAX_DEAD_BYTES = 1 << 20
+"""What `dead` keeps of a body."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    entry_id: str
+    deliveries: int
+    fields: Fields
+
+
+class RedisProducer(RedisService):
+    """ProducerPort on Redis."""
+
+    def __init__(self, link: Link, max_deliveries: int) -> None:
+        super().__init__(link)
+        self._max_deliveries = max_deliveries
+        self._holding: set[str] = set()
+        """Entry ids that `take` handed out and nothing has ended: at most what the caller holds."""
+        self._take_lost = False
+        """A read failed after Redis may have delivered; the next `take` asks for what it carried."""
+        self._clock_ms = 0.0
+        """Redis's clock minus the monotonic one."""
+
+    async def join(self, hello: Hello) -> None:
+        record = await self.record()
+        if reason := difference(record, hello):
+            raise Refused(f"run {record.run_id} does not accept producer {hello.producer}: {reason}")
+        beat = self._link.keys.beats + hello.producer
+        await self._link.script("join", hello.producer, beat, milliseconds(self._lease_s))
+        self._holding.clear()
+
+    async def take(self, producer: str, count: int, block_ms: int) -> list[TaskDelivery]:
+        if count < 1:
+            return []
+        lost, self._take_lost = self._take_lost, True
+        taken = await self._take_now(producer, count, lost)
+        if not taken and block_ms > 0:
+            taken = await self._take_next(producer, count, block_ms)
+        self._take_lost = False
+        self._holding.update(entry.entry_id for entry in taken)
+        deliveries = []
+        for entry in taken:
+            delivery = await self._accept(producer, entry)
+            if delivery is not None:
+                deliveries.append(delivery)
+        return deliveries
+
+    async def renew(self, producer: str, entry_ids: list[str]) -> list[str]:
+        beat = self._link.keys.beats + producer
+        lost = [
+            text(raw)
+            for raw in await self._link.script("renew", producer, beat, milliseconds(self._lease_s), *entry_ids)
+        ]
+        self._holding.difference_update(lost)
+        return lost
+
+    async def publish(self, producer: str, delivery: TaskDelivery, group: Group) -> Published:
+        record = await self.record()
+        body = encode_group(group, record.vocab_size)
+        answer = text(
+            await self._link.script(
+                "publish",
+                producer,
+                delivery.entry_id,
+                delivery.task.task_id,
+                delivery.attempt,
+                delivery.task.kind,
+                body,
+                KEEP_PUBLISHED,
+            )
+        )
+        self._holding.discard(delivery.entry_id)
+        if answer == "published":
+            return "published"
+        return "repeated" if answer == "repeated" else "superseded"
+
+    async def give_back(self, producer: str, entry_ids: list[str]) -> None:
+        await self._link.script("give_back", producer, *entry_ids)
+        self._holding.difference_update(entry_ids)
+
+    async def _take_now(self, producer: str, count: int, reply_lost: bool) -> list[_Taken]:
+        """Without waiting: tasks of the dead, what a lost reply carried, then new ones."""
+        now_ms, rows = await self._link.script(
+            "take",
+            producer,
+            self._link.keys.beats,
+            milliseconds(self._lease_s),
+            count,
+            int(reply_lost),
+            *(self._holding if reply_lost else ()),
+        )
+        self._clock_ms = now_ms - time.monotonic() * 1000
+        return [_Taken(text(entry_id), deliveries, fields_of(flat)) for entry_id, deliveries, flat in rows]
+
+    async def _take_next(self, producer: str, count: int, block_ms: int) -> list[_Taken]:
+        reply = await self._link.send(
+            "XREADGROUP",
+            "GROUP",
+            "producers",
+            producer,
+            "COUNT",
+            count,
+            "BLOCK",
+            self._link.block_ms(block_ms),
+            "STREAMS",
+            self._link.keys.of("tasks"),
+            ">",
+        )
+        return [_Taken(entry_id, 1, fields) for entry_id, fields in stream_entries(reply)]
+
+    async def _accept(self, producer: str, taken: _Taken) -> TaskDelivery | None:
+        """The delivery; None for a task that nobody will play, which is then settled by rule."""
+        body = taken.fields.get(b"body", b"")
+        try:
+            task = decode_task(body)
+        except WireError as error:
+            await self._bury(producer, taken, body, str(error))
+            return None
+        if taken.deliveries > self._max_deliveries:
+            await self._bury(producer, taken, body, f"delivered {self._max_deliveries} times, finished by nobody")
+            return None
+        delivery = TaskDelivery(taken.entry_id, int(taken.fields[b"attempt"]) + taken.deliveries, task)
+        if self._clock_ms + time.monotonic() * 1000 > task.deadline_ms:
+            await self.publish(producer, delivery, expired(delivery, producer))
+            return None
+        return delivery
+
+    async def _bury(self, producer: str, taken: _Taken, body: bytes, reason: str) -> None:
+        await self._link.script("bury_task", producer, taken.entry_id, reason, *remains(body))
+        self._holding.discard(taken.entry_id)
+
+
+def expired(delivery: TaskDelivery, producer: str) -> Group:
+    """The failed group of a task whose deadline passed before anybody played it."""
+    task: Task = delivery.task
+    return Group(
+        task_id=task.task_id,
+        attempt=delivery.attempt,
+        kind=task.kind,
+        environment=task.environment,
+        index=task.index,
+        producer=producer,
+        trajectories=(),
+        error="the deadline passed before a producer had a free slot",
+    )
+
+
+def remains(body: bytes) -> tuple[Any, ...]:
+    """Arguments of the bury scripts: digest, length, and how much `dead` keeps."""
+    return hashlib.sha256(body).hexdigest(), len(body), MAX_DEAD_BYTES, MAX_DEAD

@@ -1,0 +1,92 @@
+"""What every service asks of a run: its record and state, heartbeats, orders."""
+
+from __future__ import annotations
+
+from typing import Any, cast, get_args
+
+from broker.api import Order, Peer, RunRecord, RunState, RunStatus
+from broker.redis.link import Link, stream_entries, text
+from broker.redis.records import decode_peer, encode_peer
+from headrace.errors import WireError
+
+SILENT_MS = 600_000
+"""A service that fell silent is still shown this long."""
+DEFAULT_LEASE_S = 10.0
+"""Of a service that takes tasks before its first heartbeat."""
+
+
+class RedisService:
+    """ServicePort on Redis."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lease_s = DEFAULT_LEASE_S
+        self._orders_from: str | None = None
+        """Where a reader that asks for "$" goes on, so that nothing falls between two calls."""
+
+    async def record(self) -> RunRecord:
+        return await self._link.record()
+
+    async def state(self) -> RunState:
+        names = ("status", "reason", "incarnation", "step")
+        values = await self._link.send("HMGET", self._link.keys.of("state"), *names)
+        if values[0] is None:
+            raise self._link.gone()
+        status = text(values[0])
+        if status not in get_args(RunStatus):
+            raise WireError(f"run {self._link.run_id} has the unknown status {status!r}")
+        return RunState(cast(RunStatus, status), text(values[1]), int(values[2]), int(values[3]))
+
+    async def now_ms(self) -> int:
+        """Redis's clock, milliseconds since the epoch: that of every deadline."""
+        seconds, micros = await self._link.send("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    async def heartbeat(self, peer: Peer, lease_s: float) -> None:
+        self._lease_s = lease_s
+        key = self._link.keys.beats + peer.name
+        await self._link.script("heartbeat", peer.name, key, milliseconds(lease_s), encode_peer(peer))
+
+    async def retire(self, name: str) -> None:
+        await self._link.script("retire", name, self._link.keys.beats + name)
+
+    async def peers(self) -> list[Peer]:
+        rows = await self._link.script("peers", self._link.keys.beats, SILENT_MS)
+        return sorted((decode_peer(text(name), said, bool(alive)) for name, said, alive in rows), key=lambda p: p.name)
+
+    async def orders(self, after: str, block_ms: int) -> list[Order]:
+        stream = self._link.keys.of("orders")
+        if after == "$":
+            after = self._orders_from or await self._newest(stream)
+            self._orders_from = after
+        reply = await self._link.send(
+            "XREAD", "COUNT", 64, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, after
+        )
+        orders = [
+            Order(
+                order_id=entry_id,
+                kind=cast(Any, text(fields[b"kind"])),
+                target=text(fields[b"target"]),
+                count=int(fields[b"count"]),
+                reason=text(fields[b"reason"]),
+            )
+            for entry_id, fields in stream_entries(reply)
+        ]
+        if orders and self._orders_from is not None:
+            self._orders_from = orders[-1].order_id
+        return orders
+
+    async def order(self, order: Order) -> None:
+        await self._link.script("order", order.kind, order.target, order.count, order.reason)
+
+    async def close(self) -> None:
+        await self._link.connection.close()
+
+    async def _newest(self, stream: str) -> str:
+        """Id of the newest entry, after which a reader sees only later ones."""
+        newest = await self._link.send("XREVRANGE", stream, "+", "-", "COUNT", 1)
+        return text(newest[0][0]) if newest else "0"
+
+
+def milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

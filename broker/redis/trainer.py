@@ -1,0 +1,143 @@
+"""The trainer's side of a run: admit tasks, take groups, keep the step log, settle. All under the fence."""
+
+from __future__ import annotations
+
+import secrets
+
+from broker.api import Fence, RunStatus
+from broker.codec import decode_group, decode_step, encode_step, encode_task
+from broker.messages import Group, GroupDelivery, StepEntry, StepRecord, Task, TaskKind
+from broker.redis.groups import dead_group, limits_of
+from broker.redis.link import Entry, Link, entries_of, stream_entries, text
+from broker.redis.producer import remains
+from broker.redis.service import RedisService
+from broker.steps import replayable
+from broker.validate import MAX_GROUP_BYTES
+from headrace.errors import WireError
+
+BATCH = 256
+"""Tasks or entries in one script, so that none blocks Redis for long."""
+PAGE = 32
+"""Groups read at once when an earlier trainer's are taken over."""
+KEEP_SETTLED = 64
+"""Settled groups that stay readable for `headrace rollouts`."""
+MAX_STEPS = 8192
+"""Step records kept: many times what lies between two checkpoints."""
+KEEP_ENDED_MS = 7 * 24 * 3600 * 1000
+"""An ended run leaves Redis after this long."""
+
+
+class RedisTrainer(RedisService):
+    """TrainerPort on Redis."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._open: set[str] = set()
+        """Entry ids that were handed out and are not settled: at most the outstanding groups."""
+        self._groups_lost = False
+
+    async def take_fence(self, newest_checkpoint: int) -> Fence:
+        nonce = secrets.token_hex(16)
+        incarnation = await self._link.script("take_fence", nonce, newest_checkpoint)
+        self._open.clear()
+        return Fence(int(incarnation), nonce)
+
+    async def admit(self, fence: Fence, tasks: list[Task]) -> None:
+        for first in range(0, len(tasks), BATCH):
+            args = [
+                part for task in tasks[first : first + BATCH] for part in (task.task_id, task.kind, encode_task(task))
+            ]
+            await self._link.script("admit", *args, fence=fence)
+
+    async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
+        if count < 1:
+            return []
+        lost, self._groups_lost = self._groups_lost, True
+        adopt = self._link.evalsha("adopt", _consumer(fence), BATCH, fence=fence)
+        adopted, reply = await self._link.pipeline(adopt, self._read(fence, count, None))
+        entries = stream_entries(reply)
+        if adopted or lost:
+            entries = await self._missed(fence, {entry_id for entry_id, _ in entries}) + entries
+        if not entries and block_ms > 0:
+            entries = stream_entries(await self._link.send(*self._read(fence, count, block_ms)))
+        self._groups_lost = False
+        return await self._deliver(fence, entries)
+
+    async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
+        while await self._link.script("adopt", _consumer(fence), BATCH, fence=fence):
+            pass
+        delivered: list[GroupDelivery] = []
+        after = "0"
+        while True:
+            reply = await self._link.send(*self._read(fence, PAGE, None, after))
+            page = reply[0][1] if reply else []
+            if not page:
+                return delivered
+            after = text(page[-1][0])
+            delivered += await self._deliver(fence, entries_of(page))
+
+    async def append_step(self, fence: Fence, record: StepRecord) -> None:
+        await self._link.script("append_step", str(record.version), encode_step(record), MAX_STEPS, fence=fence)
+
+    async def steps_after(self, step: int) -> list[StepRecord]:
+        reply = await self._link.send("XRANGE", self._link.keys.of("steps"), "-", "+")
+        return replayable([decode_step(fields[b"body"]) for _, fields in entries_of(reply)], step)
+
+    async def settle(self, fence: Fence, kind: TaskKind, entries: list[StepEntry]) -> None:
+        for first in range(0, len(entries), BATCH):
+            some = entries[first : first + BATCH]
+            args = [part for entry in some for part in (entry.entry_id, entry.task_id, entry.verdict, entry.reason)]
+            await self._link.script("settle", KEEP_SETTLED, *args, fence=fence)
+            self._open.difference_update(entry.entry_id for entry in some)
+
+    async def set_step(self, fence: Fence, step: int) -> None:
+        await self._link.script("set_step", step, fence=fence)
+
+    async def finish(self, fence: Fence, status: RunStatus, reason: str) -> None:
+        await self._link.script("finish", status, reason, KEEP_ENDED_MS, fence=fence)
+
+    def _read(self, fence: Fence, count: int, block_ms: int | None, after: str = ">") -> tuple[str | int, ...]:
+        block = () if block_ms is None else ("BLOCK", self._link.block_ms(block_ms))
+        stream = self._link.keys.of("groups")
+        return "XREADGROUP", "GROUP", "trainer", _consumer(fence), "COUNT", count, *block, "STREAMS", stream, after
+
+    async def _missed(self, fence: Fence, seen: set[str]) -> list[Entry]:
+        """Deliveries to this trainer that it never saw: a lost reply's, or those of a trainer that is fenced."""
+        me = _consumer(fence)
+        missed = await self._link.script("missed", me, *(self._open | seen), fence=fence)
+        if not missed:
+            return []
+        stream = self._link.keys.of("groups")
+        return entries_of(await self._link.send("XCLAIM", stream, "trainer", me, 0, *missed))
+
+    async def _deliver(self, fence: Fence, entries: list[Entry]) -> list[GroupDelivery]:
+        delivered = []
+        for entry_id, fields in entries:
+            body = fields.get(b"body", b"")
+            try:
+                group = await self._decode(fields, body)
+            except WireError as error:
+                reason = str(error)
+                buried = await self._link.script("bury_group", entry_id, reason, *remains(body), fence=fence)
+                if buried:
+                    delivered.append(GroupDelivery(entry_id, len(body), dead_group(fields, reason)))
+                continue
+            self._open.add(entry_id)
+            delivered.append(GroupDelivery(entry_id, len(body), group))
+        return delivered
+
+    async def _decode(self, fields: dict[bytes, bytes], body: bytes) -> Group:
+        if b"dead" in fields:
+            raise WireError(text(fields[b"dead"]))
+        if len(body) > MAX_GROUP_BYTES:
+            raise WireError(f"an entry of {len(body)} bytes, more than the {MAX_GROUP_BYTES} that a group may have")
+        group = decode_group(body, limits_of(await self.record()))
+        for name, value in ((b"task", group.task_id), (b"attempt", str(group.attempt)), (b"kind", group.kind)):
+            if text(fields.get(name)) != value:
+                raise WireError(f"field {name.decode()} says {text(fields.get(name))[:40]!r}, the body {value[:40]!r}")
+        return group
+
+
+def _consumer(fence: Fence) -> str:
+    """A consumer per trainer process: what a fenced one still reads can be told from ours."""
+    return f"{fence.incarnation}-{fence.nonce[:8]}"

