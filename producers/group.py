@@ -23,9 +23,9 @@ class Scores(Protocol):
 
 @dataclass(slots=True)
 class Occupancy:
-    """How many rollouts of a producer are where. `changed` is set whenever one moves on."""
+    """How many rollouts of one task are where. `changed`, which tasks share, is set whenever one moves on."""
 
-    playing: int = 0
+    playing: int
     scoring: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -55,25 +55,27 @@ class Stage:
     environments: dict[str, Environment]
     scorer: Scores
     min_group_size: int
-    occupancy: Occupancy
     rewarded: frozenset[str] = frozenset()
     """Environments with a reward that the user named: it counts, whatever an episode gives by itself."""
 
 
-async def play_group(stage: Stage, delivery: TaskDelivery) -> Group:
-    """Play and score all members of a task. The caller has counted them into `occupancy.playing`.
+async def play_group(stage: Stage, delivery: TaskDelivery, occupancy: Occupancy) -> Group:
+    """Play and score all members of a task, which `occupancy` counts as playing from the start.
 
     Whatever fails in one is a failure of the group. Raises EngineError for a broken engine; the rest is aborted then.
     """
     task, start = delivery.task, time.monotonic()
     environment = stage.environments.get(task.environment)
     if environment is None:
-        stage.occupancy.move(playing=-task.group_size)
+        occupancy.move(playing=-task.group_size)
         failure = f"environment {task.environment!r} is not one of the run's: {', '.join(stage.environments)}"
         members = [Member(None, failure)] * task.group_size
     else:
         async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(_member(stage, environment, task, number)) for number in range(task.group_size)]
+            calls = [
+                tasks.create_task(_member(stage, environment, task, number, occupancy))
+                for number in range(task.group_size)
+            ]
         members = [call.result() for call in calls]
     group = assemble(delivery, stage.producer, members, stage.min_group_size)
     return replace(group, seconds={**group.seconds, "total": time.monotonic() - start})
@@ -117,18 +119,18 @@ def failed_group(delivery: TaskDelivery, producer: str, error: str) -> Group:
     return replace(assemble(delivery, producer, members, 1), error=error)
 
 
-async def _member(stage: Stage, environment: Environment, task: Task, number: int) -> Member:
+async def _member(stage: Stage, environment: Environment, task: Task, number: int, occupancy: Occupancy) -> Member:
     try:
         played = await play(stage.player, environment, task, number)
     except RolloutFailed as failed:
         return Member(None, str(failed))
     finally:
-        stage.occupancy.move(playing=-1)
-    stage.occupancy.move(scoring=1)
+        occupancy.move(playing=-1)
+    occupancy.move(scoring=1)
     try:
         return await _scored(stage, task, played)
     finally:
-        stage.occupancy.move(scoring=-1)
+        occupancy.move(scoring=-1)
 
 
 async def _scored(stage: Stage, task: Task, played: Played) -> Member:

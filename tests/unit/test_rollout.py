@@ -101,9 +101,7 @@ def player(engine: ScriptedEngine, deadline_s: float = 5.0, **sampling: int) -> 
 
 
 def stage(player: Player, environment: Chats, scorer: Scores, **more: object) -> Stage:
-    return replace(
-        Stage("p1", player, {"chatty": environment}, scorer, min_group_size=2, occupancy=Occupancy()), **more
-    )
+    return replace(Stage("p1", player, {"chatty": environment}, scorer, min_group_size=2), **more)
 
 
 async def test_turns_become_one_trajectory_with_observations_masked(engine: ScriptedEngine) -> None:
@@ -214,15 +212,15 @@ async def test_a_group_is_played_scored_and_valid(engine: ScriptedEngine) -> Non
     scorer = Scores(*(Score(reward) for reward in (0.0, 1.0, 2.0, 3.0)))
     environment = Chats(lambda index, seed: SingleTurn("?", index))
     here = stage(player(engine), environment, scorer)
-    here.occupancy.move(playing=4)
-    group = await play_group(here, TaskDelivery("1-0", 2, TASK))
+    occupancy = Occupancy(playing=4)
+    group = await play_group(here, TaskDelivery("1-0", 2, TASK), occupancy)
 
     assert check_group(group, Limits(256, {"train": 4})) is None
     assert (group.task_id, group.attempt, group.producer, group.error, group.failures) == ("t1", 2, "p1", "", ())
     assert sorted(trajectory.reward for trajectory in group.trajectories) == [0.0, 1.0, 2.0, 3.0]
     assert set(group.seconds) == {"queue", "decode", "score", "total"}
     assert group.seconds["total"] >= group.seconds["decode"] > 0
-    assert (here.occupancy.playing, here.occupancy.scoring) == (0, 0)
+    assert (occupancy.playing, occupancy.scoring) == (0, 0)
     assert scorer.kinds == ["train"] * 4
 
 
@@ -231,19 +229,21 @@ async def test_an_episode_that_gives_its_reward_is_not_scored_unless_the_user_na
 ) -> None:
     environment, scorer = Chats(lambda index, seed: Chatty(1)), Scores()
     here = stage(player(engine), environment, scorer)
-    group = await play_group(here, TaskDelivery("1-0", 1, TASK))
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
     assert [trajectory.reward for trajectory in group.trajectories] == [0.5] * 4
     assert scorer.kinds == []
-    named = await play_group(replace(here, rewarded=frozenset({"chatty"})), TaskDelivery("1-0", 1, TASK))
+    named = await play_group(
+        replace(here, rewarded=frozenset({"chatty"})), TaskDelivery("1-0", 1, TASK), Occupancy(playing=4)
+    )
     assert [trajectory.reward for trajectory in named.trajectories] == [1.0] * 4
-    await play_group(here, TaskDelivery("1-0", 1, replace(TASK, kind="eval")))
+    await play_group(here, TaskDelivery("1-0", 1, replace(TASK, kind="eval")), Occupancy(playing=4))
     assert scorer.kinds == ["train"] * 4 + ["eval"] * 4
 
 
 async def test_failed_members_leave_the_group(engine: ScriptedEngine) -> None:
     scorer = Scores(Score(1.0), Score(failure="reward raised ValueError: no"), Score(1.0), Score(1.0))
     here = stage(player(engine), Chats(lambda index, seed: SingleTurn("?", 1)), scorer)
-    group = await play_group(here, TaskDelivery("1-0", 1, TASK))
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
     assert len(group.trajectories) == 3
     assert group.failures == ("reward raised ValueError: no",)
     assert group.error == ""
@@ -252,7 +252,7 @@ async def test_failed_members_leave_the_group(engine: ScriptedEngine) -> None:
 async def test_a_group_with_too_few_good_members_has_failed(engine: ScriptedEngine) -> None:
     scorer = Scores(Score(1.0), *[Score(failure="reward took longer than 10 s")] * 3)
     here = stage(player(engine), Chats(lambda index, seed: SingleTurn("?", 1)), scorer)
-    group = await play_group(here, TaskDelivery("1-0", 1, TASK))
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
     assert group.trajectories == ()
     assert group.error == "3 of 4 rollouts failed: reward took longer than 10 s"
     assert check_group(group, Limits(256, {"train": 4})) is None
@@ -260,17 +260,17 @@ async def test_a_group_with_too_few_good_members_has_failed(engine: ScriptedEngi
 
 async def test_an_unknown_environment_is_a_failed_group(engine: ScriptedEngine) -> None:
     here = stage(player(engine), Chats(lambda index, seed: Chatty(1)), Scores())
-    here.occupancy.move(playing=4)
-    group = await play_group(here, TaskDelivery("1-0", 1, replace(TASK, environment="other")))
+    occupancy = Occupancy(playing=4)
+    group = await play_group(here, TaskDelivery("1-0", 1, replace(TASK, environment="other")), occupancy)
     assert "environment 'other' is not one of the run's: chatty" in group.error
-    assert here.occupancy.playing == 0
+    assert occupancy.playing == 0
 
 
 async def test_a_broken_engine_is_an_error_of_the_service(engine: ScriptedEngine) -> None:
     await engine.close()
     here = stage(player(engine), Chats(lambda index, seed: Chatty(1)), Scores())
     with pytest.raises(ExceptionGroup) as caught:
-        await play_group(here, TaskDelivery("1-0", 1, TASK))
+        await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
     assert caught.group_contains(EngineError)
 
 

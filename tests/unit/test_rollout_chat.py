@@ -56,7 +56,7 @@ def test_the_prompt_ends_where_the_model_answers(chat: TemplateChat) -> None:
     assert prompt.dtype == np.int32
     assert shown(chat, prompt) == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
     assert chat.stop_token_ids == (256, 257)
-    assert chat.text(np.array([*prompt[:3], 257], np.int32)) == "use"
+    assert chat.text(np.array([*prompt[:3], 257], np.int32)) == "us"
 
 
 def test_a_follow_up_completes_the_answer_before_it(chat: TemplateChat) -> None:

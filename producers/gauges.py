@@ -1,0 +1,137 @@
+"""What a producer tells about itself: two lanes, counters and figures per heartbeat."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from broker.messages import Group
+from headrace.telemetry.journal import Journal
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.phases import Lane, idle_fraction
+from producers.engines.api import Engine, EngineStats
+from weightsync.receiver import Commit
+
+GROUP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2)
+
+
+class Gauges:
+    """Counters of one producer. Lane "engine" is the decode loop's; lane "host" says what the whole waits for."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, journal: Journal | None) -> None:
+        self.host = Lane("host", "wait_version")
+        self._engine = engine
+        engine_lane = getattr(engine, "lane", None)
+        # An engine of one's own need not have a lane.
+        self._engine_lane = engine_lane if isinstance(engine_lane, Lane) else None
+        self._metrics = metrics
+        self._journal = journal
+        self._lanes = tuple(lane for lane in (self._engine_lane, self.host) if lane is not None)
+        metrics.watch(*self._lanes)
+        self._read_at = time.monotonic()
+        self._read_stats = engine.stats()
+        self._read_lane = self._busiest().seconds()
+        self.taken = self.published = self.failed_rollouts = 0
+
+    def took(self, tasks: int) -> None:
+        self.taken += tasks
+        self._metrics.count("tasks_taken", tasks, help="Tasks that this producer took")
+
+    def lost(self, tasks: int) -> None:
+        self._metrics.count("tasks_lost", tasks, help="Tasks that were taken over from this producer")
+
+    def committed(self, commit: Commit) -> None:
+        self._metrics.count("weight_commits", help="Policy versions committed")
+        self._metrics.count(
+            "weight_commit_seconds", commit.commit_s, help="Seconds that decoding stood still for commits"
+        )
+        self._metrics.gauge(
+            "weight_latency_seconds", commit.latency_s, help="From the newest version's seal to its commit"
+        )
+
+    def published_group(self, group: Group, answer: str) -> None:
+        """Count one group that the broker answered."""
+        self.published += 1
+        self.failed_rollouts += len(group.failures)
+        outcome = "failed" if group.error else answer
+        self._metrics.count("groups", help="Groups by kind and outcome", kind=group.kind, outcome=outcome)
+        self._metrics.count("rollouts_failed", len(group.failures), help="Rollouts that ended without a sample")
+        for stage, seconds in group.seconds.items():
+            self._metrics.observe(
+                "group_seconds", seconds, buckets=GROUP_SECONDS, help="Slowest member of a group", stage=stage
+            )
+        for trajectory in group.trajectories:
+            self._metrics.observe(
+                "reward", trajectory.reward, buckets=REWARDS, help="Rewards of rollouts", kind=group.kind
+            )
+        self._write(group, outcome)
+
+    def heartbeat(self, event_loop_lag_s: float, metrics_url: str) -> dict[str, Any]:
+        """Figures since the last heartbeat, also set as gauges."""
+        now, stats, lane = time.monotonic(), self._engine.stats(), self._busiest().seconds()
+        figures: dict[str, Any] = {
+            "version": str(self._engine.version or ""),
+            "phase": self.host.phase,
+            "tokens_per_s": rate(stats.decoded_tokens - self._read_stats.decoded_tokens, now - self._read_at),
+            "occupancy": occupancy(stats, self._read_stats),
+            "idle": round(idle_fraction(lane, self._read_lane), 4),
+            "slots": stats.slots,
+            "busy_slots": stats.busy_slots,
+            "waiting": stats.waiting,
+            "taken": self.taken,
+            "published": self.published,
+            "failed_rollouts": self.failed_rollouts,
+        }
+        self._read_at, self._read_stats, self._read_lane = now, stats, lane
+        for name in ("tokens_per_s", "occupancy", "idle", "slots", "busy_slots", "waiting"):
+            self._metrics.gauge(name, figures[name])
+        self._metrics.gauge("event_loop_lag_seconds", event_loop_lag_s, help="How late the event loop woke up last")
+        if self._journal is not None:
+            seconds = {
+                f"{lane.name}.{phase}": round(s, 3) for lane in self._lanes for phase, s in lane.seconds().items()
+            }
+            self._journal.write("state", **figures, phases=seconds)
+        return {**figures, "metrics_url": metrics_url}
+
+    def event(self, event: str, **fields: Any) -> None:
+        """One line in the journal, where there is one."""
+        if self._journal is not None:
+            self._journal.write(event, **fields)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _busiest(self) -> Lane:
+        return self._engine_lane or self.host
+
+    def _write(self, group: Group, outcome: str) -> None:
+        rewards = [round(trajectory.reward, 4) for trajectory in group.trajectories]
+        self.event(
+            "group",
+            task=group.task_id,
+            attempt=group.attempt,
+            kind=group.kind,
+            outcome=outcome,
+            rewards=rewards,
+            tokens=sum(int(trajectory.loss_mask_T.sum()) for trajectory in group.trajectories),
+            failures=list(group.failures),
+            seconds={stage: round(seconds, 3) for stage, seconds in group.seconds.items()},
+        )
+
+
+def rate(amount: float, seconds: float) -> float:
+    return round(amount / seconds, 1) if seconds > 0 else 0.0
+
+
+def occupancy(stats: EngineStats, before: EngineStats) -> float:
+    """Share of slots that held a sequence, over the decode steps between two readings; 0 without a step."""
+    steps = stats.decode_steps - before.decode_steps
+    return round((stats.busy_slot_steps - before.busy_slot_steps) / (steps * stats.slots), 4) if steps else 0.0
+
+
+def journal_of(folder: str, name: str) -> Journal | None:
+    """The producer's journal in the run's folder, where that is on this machine. Raises ServiceError."""
+    return Journal(Path(folder) / f"{name}.jsonl") if folder and Path(folder).is_dir() else None

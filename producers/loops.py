@@ -1,0 +1,320 @@
+"""The loops of a producer: tasks in, scored groups out.
+
+Wait graph, one line per loop: what it consumes, what it waits for, who wakes it.
+
+    weights    the head of the run's versions   a newer head; the trainer's publish, else its own block time
+    take       stream `tasks`                   the first version (weights, by `changed`); then room: a rollout that was
+                                                decoded or a group that was published (a job, by `changed`); then a
+                                                task (the trainer's admission, else its own block time)
+    job        one task, one per held task      a version as new as the task asks for (weights, by `committed`); its
+                                                completions (the engine); its scores (the reward processes, at most
+                                                their deadline); the broker's answer to its publish
+    renew      the ids that jobs hold           a quarter of the lease
+    heartbeat  the engine's counters            a quarter of the lease
+    orders     stream `orders`                  an order; the operator or the trainer, else its own block time
+    close      the end of `take`                `take`, which ends after `stopping` once no job is left or time is over
+
+Nobody waits for `renew`, `heartbeat` or `orders`. Jobs never wait for each other, only for slots of the engine and
+reward processes; both go on without them. Every job ends within its task's deadline, so no cycle can hold.
+While the broker is away, jobs play on and hold their groups; there are at most `Capacity.most_held` of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from broker.api import Order, Peer, ProducerPort
+from broker.messages import Group, TaskDelivery
+from headrace.config import Config
+from headrace.errors import BrokerError
+from headrace.service import Service
+from headrace.version import PolicyVersion
+from producers.capacity import Capacity
+from producers.gauges import Gauges
+from producers.group import Occupancy, Stage, failed_group, play_group
+from producers.patience import Patience
+from weightsync.receiver import Commit
+
+log = logging.getLogger(__name__)
+
+LOOK_AROUND_S = 0.5
+"""A loop that waits inside this process looks at `stopping` so often."""
+GOODBYE_S = 5.0
+"""What telling the broker of the end may take."""
+HASTY_S = 2.0
+"""A run that ended needs no more groups: only what is about to be published goes out."""
+PUBLISHES = 4
+"""Groups that are sent at the same time."""
+
+
+class Weights(Protocol):
+    """Keeps the engine on the newest version; `weightsync.receiver.Receiver` does."""
+
+    async def run(self, stopping: asyncio.Event) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One task of this producer, from when it is taken until it is published, given back or lost."""
+
+    delivery: TaskDelivery
+    occupancy: Occupancy
+    budget_s: float
+    """Until the task's deadline, from when it was taken."""
+    waits_for_version: bool
+    publishing: bool = False
+    job: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class Producer:
+    """The state that the loops share. `changed` is set whenever a rollout, a group or the version moves on."""
+
+    name: str
+    service: Service
+    port: ProducerPort
+    stage: Stage
+    config: Config
+    weights: Weights
+    peer: Peer
+    gauges: Gauges
+    on_close: Callable[[], Awaitable[None]]
+    """Ends engine, reward processes and whatever else was started."""
+    metrics_url: str = ""
+    health: dict[str, Any] = field(default_factory=dict)
+    """What /healthz shows; kept up to date by the heartbeat."""
+    patience: Patience = field(default_factory=Patience)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    committed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new one, at each commit."""
+    held: dict[str, Held] = field(default_factory=dict)
+    """By entry id; at most `capacity.most_held`."""
+    _drain_s: float = 0.0
+    _finished: asyncio.Event = field(default_factory=asyncio.Event)
+    _beating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _publishing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PUBLISHES))
+    _clock_ms: float = 0.0
+    """The broker's clock minus this event loop's."""
+
+    def __post_init__(self) -> None:
+        self._drain_s = self.config.producer.drain_s
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.stage.player.engine.slots, self.config.trainer.group_size)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        return self.stage.player.engine.version
+
+    def add_loops(self) -> None:
+        """Register all loops with the service, which must drain longer than this producer does."""
+        self.service.drain_s = self.config.producer.drain_s + 4 * GOODBYE_S
+        for loop in (self.receive_weights, self.take, self.renew, self.heartbeat, self.orders, self.close):
+            self.service.add(loop.__name__, loop)
+
+    def on_commit(self, commit: Commit) -> None:
+        """A new version is in the engine: called by the receiver."""
+        self.gauges.committed(commit)
+        before, self.committed = self.committed, asyncio.Event()
+        before.set()
+        self.changed.set()
+
+    async def receive_weights(self) -> None:
+        """Follows the head until the service stops; jobs in play finish on the version that is there."""
+        await self.patience("weights", self.weights.run, self.service.stopping)
+
+    async def take(self) -> None:
+        """Takes tasks while there is room, and starts a job for each; ends when stopping, after the drain."""
+        try:
+            await self._read_clock()
+            async with asyncio.TaskGroup() as jobs:
+                while not self.service.stopping.is_set():
+                    self.changed.clear()
+                    self.gauges.host.enter(self.phase())
+                    count = self.room()
+                    if not count:
+                        await _within(LOOK_AROUND_S, self.changed.wait())
+                        continue
+                    for delivery in await self.patience("take", self._take, count):
+                        held = self._hold(delivery)
+                        held.job = jobs.create_task(self._play(held), name=f"task {delivery.task.task_id}")
+                self.gauges.host.enter("drain")
+                await self._drain()
+        finally:
+            self._finished.set()
+
+    async def renew(self) -> None:
+        """Keeps the leases of all held tasks; a task that was taken over is dropped."""
+        while not await self._ended(self.config.producer.lease_s / 4):
+            if self.held:
+                self._drop(await self.patience("renew", self.port.renew, self.name, list(self.held)))
+
+    async def heartbeat(self) -> None:
+        """Says that this producer lives and how it does; stops with the run."""
+        lease_s = self.config.producer.lease_s
+        while True:
+            await self.patience("heartbeat", self._beat)
+            if await self._ended(lease_s / 4):
+                return
+
+    async def orders(self) -> None:
+        """Obeys the operator and the trainer."""
+        after, block_ms = "$", self.config.broker.stream_block_ms
+        while not self.service.stopping.is_set():
+            for order in await self.patience("orders", self.port.orders, after, block_ms):
+                after = order.order_id
+                self._obey(order)
+
+    async def close(self) -> None:
+        """Waits for the end, whatever brings it, and leaves nothing behind."""
+        try:
+            await self._finished.wait()
+        finally:
+            await self._say_goodbye()
+            await self.on_close()
+
+    def room(self) -> int:
+        """Tasks to take now: none before a version is there, nor while a task waits for a newer one."""
+        if self.version is None or any(held.waits_for_version for held in self.held.values()):
+            return 0
+        playing = sum(held.occupancy.playing for held in self.held.values())
+        return self.capacity.tasks_to_take(playing, len(self.held))
+
+    def phase(self) -> str:
+        """What the producer as a whole is doing: it plays while any rollout does."""
+        if self.version is None:
+            return "wait_version"
+        playing = [held for held in self.held.values() if held.occupancy.playing]
+        if playing:
+            return "wait_version" if all(held.waits_for_version for held in playing) else "play"
+        if any(held.occupancy.scoring for held in self.held.values()):
+            return "wait_score"
+        return "wait_broker" if self.held else "wait_tasks"
+
+    async def _take(self, count: int) -> list[TaskDelivery]:
+        deliveries = await self.port.take(self.name, count, self.config.broker.stream_block_ms)
+        self.gauges.took(len(deliveries))
+        return deliveries
+
+    async def _play(self, held: Held) -> None:
+        """One job: wait for the version, play, score, publish."""
+        group = await self._group(held)
+        held.publishing = True
+        async with self._publishing:
+            answer = await self.patience("publish", self.port.publish, self.name, held.delivery, group)
+        self.held.pop(held.delivery.entry_id, None)
+        self.gauges.published_group(group, answer)
+        self.changed.set()
+
+    async def _group(self, held: Held) -> Group:
+        task = held.delivery.task
+        try:
+            async with asyncio.timeout(held.budget_s):
+                await self._caught_up(held)
+                return await play_group(self.stage, held.delivery, held.occupancy)
+        except TimeoutError:
+            what = f"no version {task.min_version} came" if held.waits_for_version else "it was still playing"
+            held.waits_for_version = False
+            held.occupancy.playing = 0
+            return failed_group(held.delivery, self.name, f"the task's deadline passed: {what}")
+
+    async def _caught_up(self, held: Held) -> None:
+        """A task may not start on a version older than it says."""
+        while self._too_old(held.delivery):
+            await self.committed.wait()
+        held.waits_for_version = False
+        self.changed.set()
+
+    async def _drain(self) -> None:
+        """Finish what plays for at most `_drain_s`; what waits for a version is left at once."""
+        for held in self.held.values():
+            if held.job is not None and held.waits_for_version:
+                held.job.cancel()
+        jobs = {held.job for held in self.held.values() if held.job is not None}
+        if jobs:
+            _, late = await asyncio.wait(jobs, timeout=self._drain_s)
+            for job in late:
+                job.cancel()
+
+    async def _say_goodbye(self) -> None:
+        """Give back what is still held, and leave. A broker that is away finds out by the lease."""
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                if self.held:
+                    await self.port.give_back(self.name, list(self.held))
+                    self.gauges.event("gave_back", tasks=[held.delivery.task.task_id for held in self.held.values()])
+                async with self._beating:
+                    await self.port.retire(self.name)
+        except (BrokerError, TimeoutError) as error:
+            log.warning("%s leaves without a goodbye: %s", self.name, error or "the broker does not answer")
+
+    async def _beat(self) -> None:
+        async with self._beating:
+            if self._finished.is_set():
+                return
+            state = self.gauges.heartbeat(self.service.event_loop_lag_s, self.metrics_url)
+            self.health.update(phase=state["phase"], version=state["version"], held=len(self.held))
+            await self.port.heartbeat(replace(self.peer, state=state), self.config.producer.lease_s)
+        await self._read_clock()
+        run = await self.port.state()
+        if run.status != "running":
+            self._stop(f"the run is {run.status}", hasty=True)
+
+    async def _read_clock(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._clock_ms = await self.patience("clock", self.port.now_ms) - loop.time() * 1000
+
+    def _budget_s(self, delivery: TaskDelivery) -> float:
+        now_ms = self._clock_ms + asyncio.get_running_loop().time() * 1000
+        return max(0.0, (delivery.task.deadline_ms - now_ms) / 1000)
+
+    def _hold(self, delivery: TaskDelivery) -> Held:
+        occupancy = Occupancy(playing=delivery.task.group_size, changed=self.changed)
+        held = Held(delivery, occupancy, self._budget_s(delivery), waits_for_version=self._too_old(delivery))
+        self.held[delivery.entry_id] = held
+        return held
+
+    def _too_old(self, delivery: TaskDelivery) -> bool:
+        return self.version is None or self.version < delivery.task.min_version
+
+    def _drop(self, entry_ids: list[str]) -> None:
+        for entry_id in entry_ids:
+            held = self.held.get(entry_id)
+            if held is None or held.publishing:
+                continue
+            del self.held[entry_id]
+            if held.job is not None:
+                held.job.cancel()
+            self.gauges.lost(1)
+            self.gauges.event("lost", task=held.delivery.task.task_id)
+            self.changed.set()
+
+    def _obey(self, order: Order) -> None:
+        if order.target not in ("", self.name):
+            return
+        if order.kind == "drain":
+            self._stop("ordered to drain", hasty=False)
+        elif order.kind in ("stop", "end"):
+            self._stop(order.reason or f"the run was told to {order.kind}", hasty=True)
+
+    def _stop(self, reason: str, *, hasty: bool) -> None:
+        if hasty:
+            self._drain_s = min(self._drain_s, HASTY_S)
+        self.service.stop(reason)
+
+    async def _ended(self, seconds: float) -> bool:
+        return await _within(seconds, self._finished.wait())
+
+
+async def _within(seconds: float, wait: Awaitable[object]) -> bool:
+    """Whether it came to pass within these seconds."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(wait, seconds)
+        return True
+    return False
