@@ -37,6 +37,9 @@ ORPHAN_AGE_S = 600.0
 
 Bytes = npt.NDArray[np.uint8]
 
+_MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES = 4 << 20
+
 _NAME = re.compile(
     r"headrace-(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,127})-(?P<incarnation>\d{1,18})\.(?P<step>\d{1,18})"
     r"-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-(?P<namespace>\d{1,20})-(?P<nonce>[0-9a-f]{8})"
@@ -193,7 +196,9 @@ class Arena:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, size)
-            return NewSegment(path, mmap.mmap(file, size), nbytes)
+            mapping = mmap.mmap(file, size)
+            _populate(mapping)
+            return NewSegment(path, mapping, nbytes)
         except OSError:
             path.unlink()
             raise
@@ -221,6 +226,17 @@ def default_folder(environ: Mapping[str, str]) -> Path:
     raise WeightError(
         f"{source} cannot be written; set {FOLDER_VARIABLE} to a folder that all services of this host share"
     )
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Map all pages now: a third cheaper than a page fault each. In pieces, since madvise holds the GIL."""
+    try:
+        for start in range(0, len(mapping), _POPULATE_BYTES):
+            mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, len(mapping) - start))
+    except OSError as error:
+        # Kernels before 5.14 do not know it; pages then come as they are touched.
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def _namespace() -> int:

@@ -122,7 +122,7 @@ class Publisher:
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
         for name in self._arena.segments(self._run_id):
             if name.version.incarnation == self._fence.incarnation:
-                self._arena.remove(name)
+                await asyncio.to_thread(self._arena.remove, name)
 
     def _fault(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> str | None:
         if self._closing.is_set():
@@ -148,7 +148,7 @@ class Publisher:
         held = [Held(str(name), name.version, name.owner.alive) for name in names]
         going = {item.name for item in freeable(held, head, leased)}
         for name in names:
-            if str(name) in going and self._arena.remove(name):
+            if str(name) in going and await asyncio.to_thread(self._arena.remove, name):
                 await self._port.forget(name.version)
                 self._stats = replace(self._stats, freed=self._stats.freed + 1)
         return [name for name in names if str(name) not in going]
@@ -166,10 +166,10 @@ class Publisher:
                 _copy(tensors[spec.name], spec, data)
                 digests.append(digest_of(data[spec.offset : spec.end]))
             del data
+            segment.seal()
             manifest = Manifest(
                 version, self._layout, tuple(digests), self._host, segment.name, True, self._run_id, time.time()
             )
-            segment.seal()
         except BaseException:
             segment.discard()
             raise

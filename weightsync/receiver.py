@@ -26,7 +26,7 @@ from headrace.version import PolicyVersion
 from weightsync.arena import Bytes
 from weightsync.digests import Pace, first_mismatch
 from weightsync.manifest import Layout, Manifest, decode
-from weightsync.staging import backoff_s, gives_way, rounds
+from weightsync.staging import ROUND_BYTES, backoff_s, gives_way, rounds
 from weightsync.transports.api import Source, Transport, Unavailable
 from weightsync.transports.shm import ShmTransport
 
@@ -101,10 +101,12 @@ class Receiver:
         lease_s: float = 10.0,
         block_ms: int = 1000,
         share: float = 0.5,
+        round_bytes: int = ROUND_BYTES,
         transport: Transport | None = None,
         on_commit: Callable[[Commit], None] | None = None,
     ) -> None:
-        """`holder` names this producer in leases; `share` of the wall time is copied or hashed while staging.
+        """`holder` names this producer in leases; `share` of the wall time is copied or hashed while staging;
+        after each `round_bytes` it looks for a newer head.
 
         Raises WeightError when there is no folder for segments.
         """
@@ -115,6 +117,7 @@ class Receiver:
         self._lease_s = lease_s
         self._block_ms = block_ms
         self._pace = Pace(share)
+        self._round_bytes = round_bytes
         self._transport = transport or ShmTransport(host)
         self._on_commit = on_commit
         self._stats = ReceiverStats()
@@ -174,7 +177,7 @@ class Receiver:
         try:
             return await self._stage(manifest, source, stopping)
         finally:
-            source.close()
+            await source.close()
 
     async def _manifest(self, version: PolicyVersion) -> Manifest | _Outcome:
         data = await self._port.manifest(version)
@@ -198,7 +201,7 @@ class Receiver:
         layout = manifest.layout
         start = time.perf_counter()
         out = self._engine.back_buffer(layout)
-        for first, last in rounds(layout.nbytes):
+        for first, last in rounds(layout.nbytes, self._round_bytes):
             if stopping.is_set():
                 return _Outcome.STOPPED
             if first and await self._gives_way(manifest.version, first, layout.nbytes):

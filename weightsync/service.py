@@ -9,8 +9,8 @@ segments when it publishes.
     beat      its own state     a quarter of a lease                        time
     orders    stream `orders`   an order, at most one block                 operator, trainer
 
-`follow` and `orders` notice `stopping` within one block, the others at once. After the loops, `leave` removes the
-segments that nobody will: bounded by `LEAVE_S`.
+`follow` and `orders` notice `stopping` within one block, the others at once. After the loops, however they ended,
+`leave` removes the segments that nobody else will: bounded by `ASK_S` and `LEAVE_S`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from broker.api import Peer, WeightsPort
-from headrace.errors import BrokerError, WeightError, WireError
+from headrace.errors import BrokerError, Refused, WeightError, WireError
 from headrace.service import Service
 from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
@@ -36,6 +36,8 @@ from weightsync.retention import Held, freeable
 
 log = logging.getLogger(__name__)
 
+ASK_S = 3.0
+"""How long a leaving service tries to learn whether the run is over."""
 LEAVE_S = 10.0
 """How long a service of a finished run waits for the trainer to unlink its own segments."""
 CHECK_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -43,13 +45,14 @@ JOURNAL_EVERY_S = 10.0
 
 
 class WeightService:
-    """The loops of one host; `attach` adds them to a service."""
+    """The loops of one host, as one loop of a service."""
 
     def __init__(
         self,
         port: WeightsPort,
         service: Service,
         *,
+        name: str,
         run_id: str,
         host: str,
         lease_s: float,
@@ -59,7 +62,7 @@ class WeightService:
         arena: Arena | None = None,
     ) -> None:
         """Raises WeightError when there is no folder for segments."""
-        self.name = f"weights-{host}"
+        self.name = name
         self.metrics_url = ""
         self._port = port
         self._service = service
@@ -78,10 +81,14 @@ class WeightService:
         self._contact = time.monotonic()
         metrics.watch(self._lane)
 
-    def attach(self) -> None:
-        """Add the loops to the service, before it runs."""
-        for loop in (self.follow, self.collect, self.beat, self.orders):
-            self._service.add(loop.__name__, loop)
+    async def run(self) -> None:
+        """All loops until the service stops or one fails; then `leave`."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for loop in (self.follow, self.collect, self.beat, self.orders):
+                    group.create_task(loop(), name=loop.__name__)
+        finally:
+            await self.leave()
 
     def health(self) -> dict[str, Any]:
         """What `/healthz` shows; not ok once no heartbeat was accepted for two leases."""
@@ -125,7 +132,7 @@ class WeightService:
         head, leased = await self._port.head(), await self._port.leased()
         held = [Held(str(name), name.version, name.owner.alive) for name in names]
         going = {item.name for item in freeable(held, head, leased)}
-        freed = [name for name in names if str(name) in going and self._arena.remove(name)]
+        freed = [name for name in names if str(name) in going and await asyncio.to_thread(self._arena.remove, name)]
         staying = {name.version for name in names if str(name) not in going}
         for name in freed:
             self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
@@ -162,17 +169,27 @@ class WeightService:
 
     async def leave(self) -> None:
         """After the loops: remove what nobody else will. What a living trainer of a running run holds is kept."""
-        try:
-            over = (await self._port.state()).status in ("finished", "failed", "stopping")
-            await self._port.retire(self.name)
-        except BrokerError as error:
-            log.warning("the run's state is unknown when leaving, only what dead trainers left is removed: %s", error)
-            over = False
+        over = await self._over()
         if over:
             await self._await_trainer()
         for name in self._arena.segments(self._run_id):
-            if (over or not name.owner.alive) and self._arena.remove(name):
+            if (over or not name.owner.alive) and await asyncio.to_thread(self._arena.remove, name):
                 self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
+
+    async def _over(self) -> bool:
+        """Say goodbye, and learn whether the run is over; not known counts as not over."""
+        try:
+            async with asyncio.timeout(ASK_S):
+                await self._port.retire(self.name)
+                return (await self._port.state()).status != "running"
+        except Refused:
+            # The run was deleted.
+            return True
+        except (BrokerError, TimeoutError) as error:
+            log.warning(
+                "only what dead trainers left is removed, the run's state is not known: %s", error or "no answer"
+            )
+            return False
 
     async def _await_trainer(self) -> None:
         """The trainer unlinks its segments itself when it closes; wait for that, at most `LEAVE_S`."""
@@ -188,7 +205,7 @@ class WeightService:
         self._books.open(version, manifest.host, manifest.layout.nbytes, manifest.sealed_s)
         start = time.perf_counter()
         with self._lane.during("verify"):
-            check, reason = await self._verify(manifest)
+            check, reason = await asyncio.to_thread(self._verify, manifest)
         seconds = time.perf_counter() - start
         self._books.checked(version, check, seconds)
         self._metrics.count("weights_versions", help="Heads seen, by what verifying them said", check=check)
@@ -203,8 +220,8 @@ class WeightService:
         if check == "damaged":
             log.error("weight version %s is damaged on this host: %s", version, reason)
 
-    async def _verify(self, manifest: Manifest) -> tuple[Check, str]:
-        """Whether the segment on this host holds what the trainer digested."""
+    def _verify(self, manifest: Manifest) -> tuple[Check, str]:
+        """Whether the segment on this host holds what the trainer digested. In a thread, which also unmaps it."""
         if manifest.host != self._host:
             return "elsewhere", ""
         try:
@@ -213,7 +230,7 @@ class WeightService:
             return "damaged", str(error)
         if data is None:
             return "vanished", ""
-        bad = await asyncio.to_thread(first_mismatch, manifest.layout, manifest.digests, data, self._pace)
+        bad = first_mismatch(manifest.layout, manifest.digests, data, self._pace)
         return ("verified", "") if bad is None else ("damaged", f"the digest of tensor {bad.name} differs")
 
     async def _beat_once(self) -> None:

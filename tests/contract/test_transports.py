@@ -71,7 +71,7 @@ async def test_fetched_ranges_are_there_and_nothing_else_is_touched(place: Place
     for start, end in ranges:
         expected[start:end] = CONTENT[start:end]
     assert np.array_equal(out, expected)
-    source.close()
+    await source.close()
 
 
 async def test_whole_version_has_the_manifests_digests(place: Place) -> None:
@@ -80,8 +80,8 @@ async def test_whole_version_has_the_manifests_digests(place: Place) -> None:
     out = np.zeros_like(CONTENT)
     assert await source.fetch([(0, LAYOUT.nbytes)], out, Pace(0.9)) is None
     assert digests_of(LAYOUT, out) == digests_of(LAYOUT, CONTENT)
-    source.close()
-    source.close()
+    await source.close()
+    await source.close()
 
 
 async def test_opened_version_outlives_its_freeing(place: Place) -> None:
@@ -92,7 +92,7 @@ async def test_opened_version_outlives_its_freeing(place: Place) -> None:
     out = np.zeros_like(CONTENT)
     assert await source.fetch([(0, LAYOUT.nbytes)], out, Pace()) is None
     assert np.array_equal(out, CONTENT)
-    source.close()
+    await source.close()
 
 
 async def test_freed_version_is_unavailable_with_a_reason(place: Place) -> None:

@@ -1,11 +1,12 @@
-"""Publisher and receiver against a broker that lives in this process: what is published is what is committed."""
+"""Publisher and receiver on one host, over a real broker: what is published is what is committed, or nothing is."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,70 +14,21 @@ import pytest
 import torch
 
 from broker.api import Fence
+from broker.connect import Run
 from headrace.errors import Fenced, WeightError
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, Bytes
-from weightsync.manifest import Layout, decode
+from weightsync.digests import Pace
+from weightsync.manifest import Layout, Manifest, decode, encode
 from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver
+from weightsync.receiver import Commit, Receiver
+from weightsync.transports.api import Range, Source, Unavailable
+from weightsync.transports.shm import ShmTransport
 
 torch.set_num_threads(1)
-HOST = socket.gethostname()
-RUN = "pair-test"
-FENCE = Fence(1, "nonce")
+HOST = "this-host"
 LAYOUT = Layout.of([("embed", "bfloat16", (32, 8)), ("norm", "float32", (7,)), ("head", "float16", (3, 5))])
-
-
-class Port:
-    """The weights' part of a broker, for one process."""
-
-    def __init__(self) -> None:
-        self.fence = FENCE
-        self.manifests: dict[PolicyVersion, bytes] = {}
-        self.newest: PolicyVersion | None = None
-        self.leases: dict[PolicyVersion, list[str]] = {}
-        self.moved = asyncio.Event()
-
-    async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
-        if fence != self.fence:
-            raise Fenced("a newer trainer has taken the run")
-        self.manifests[version] = manifest
-        if self.newest is None or version > self.newest:
-            self.newest = version
-            self.moved.set()
-            self.moved = asyncio.Event()
-
-    async def head(self) -> PolicyVersion | None:
-        return self.newest
-
-    async def wait_head(self, after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
-        if self.newest is None or (after is not None and self.newest <= after):
-            try:
-                await asyncio.wait_for(self.moved.wait(), block_ms / 1000)
-            except TimeoutError:
-                return self.newest
-        return self.newest
-
-    async def manifest(self, version: PolicyVersion) -> bytes | None:
-        return self.manifests.get(version)
-
-    async def lease(self, version: PolicyVersion, holder: str, lease_s: float) -> None:
-        holders = self.leases.setdefault(version, [])
-        if holder not in holders:
-            holders.append(holder)
-
-    async def release(self, version: PolicyVersion, holder: str) -> None:
-        holders = self.leases.get(version, [])
-        if holder in holders:
-            holders.remove(holder)
-        if not holders:
-            self.leases.pop(version, None)
-
-    async def leased(self) -> dict[PolicyVersion, list[str]]:
-        return dict(self.leases)
-
-    async def forget(self, version: PolicyVersion) -> None:
-        self.manifests.pop(version, None)
+WaitUntil = Callable[..., Awaitable[None]]
 
 
 class Engine:
@@ -116,22 +68,85 @@ def flat(values: Mapping[str, torch.Tensor]) -> bytes:
     return out.tobytes()
 
 
+@dataclass
+class Trainer:
+    """A publisher under a fence."""
+
+    port: Run
+    arena: Arena
+    fence: Fence
+    publisher: Publisher
+
+    async def publish(self, step: int) -> bool:
+        return await self.publisher.publish(self.version(step), tensors(step))
+
+    def version(self, step: int) -> PolicyVersion:
+        return PolicyVersion(self.fence.incarnation, step)
+
+    async def manifest(self, step: int) -> Manifest:
+        data = await self.port.manifest(self.version(step))
+        assert data is not None
+        return decode(data)
+
+
 @pytest.fixture
 def arena(tmp_path: Path) -> Arena:
     return Arena(tmp_path)
 
 
-def publisher(port: Port, arena: Arena, live: int = 3) -> Publisher:
-    return Publisher(port, FENCE, LAYOUT, RUN, live, host=HOST, arena=arena)  # type: ignore[arg-type]
+@pytest.fixture
+async def trainer(run: Run, run_id: str, arena: Arena) -> AsyncIterator[Trainer]:
+    """Publishes at most two live versions. Afterwards no segment and no lease is left."""
+    fence = await run.take_fence(0)
+    trainer = Trainer(run, arena, fence, Publisher(run, fence, LAYOUT, run_id, 2, host=HOST, arena=arena))
+    yield trainer
+    await trainer.publisher.close()
+    assert list(arena.folder.iterdir()) == []
+    assert await run.leased() == {}
+
+
+class ShmAndNews(ShmTransport):
+    """The shm transport, which calls `news` after each fetch."""
+
+    def __init__(self, arena: Arena, news: Callable[[], Awaitable[object]]) -> None:
+        super().__init__(HOST, arena)
+        self._news = news
+
+    async def open(self, manifest: Manifest) -> Source | Unavailable:  # type: ignore[override]
+        source = await super().open(manifest)
+        return source if isinstance(source, Unavailable) else _SourceAndNews(source, self._news)
+
+
+class _SourceAndNews:
+    def __init__(self, source: Source, news: Callable[[], Awaitable[object]]) -> None:
+        self._source = source
+        self._news = news
+
+    async def fetch(self, ranges: Sequence[Range], out: Bytes, pace: Pace) -> Unavailable | None:
+        answer = await self._source.fetch(ranges, out, pace)
+        await self._news()
+        return answer
+
+    async def close(self) -> None:
+        await self._source.close()
 
 
 @asynccontextmanager
-async def receiving(port: Port, engine: Engine, arena: Arena) -> AsyncIterator[Receiver]:
-    from weightsync.transports.shm import ShmTransport
-
+async def receiving(
+    trainer: Trainer, engine: Engine, *, news: Callable[[], Awaitable[object]] | None = None, round_bytes: int = 1 << 20
+) -> AsyncIterator[Receiver]:
+    """A receiver that runs until the end of the block, and must then end by itself."""
+    arena = trainer.arena
     receiver = Receiver(
-        port, engine, "producer-0", HOST, run_id=RUN, block_ms=50, transport=ShmTransport(HOST, arena)  # type: ignore[arg-type]
-    )  # fmt: skip
+        trainer.port,
+        engine,
+        "producer-0",
+        HOST,
+        run_id=(await trainer.port.record()).run_id,
+        block_ms=50,
+        round_bytes=round_bytes,
+        transport=ShmAndNews(arena, news) if news else ShmTransport(HOST, arena),
+    )
     stopping = asyncio.Event()
     task = asyncio.create_task(receiver.run(stopping))
     try:
@@ -141,86 +156,194 @@ async def receiving(port: Port, engine: Engine, arena: Arena) -> AsyncIterator[R
         await asyncio.wait_for(task, 20)
 
 
-async def wait_until(predicate: Callable[[], bool], what: str) -> None:
-    """Return as soon as `predicate()` holds; fail with `what` after 20 s."""
-    for _ in range(4000):
-        if predicate():
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail(f"waited 20 s for {what}")
-
-
-async def test_engine_gets_the_published_bits_and_then_the_next_version(arena: Arena) -> None:
-    port, engine = Port(), Engine()
-    async with receiving(port, engine, arena) as receiver:
-        trainer = publisher(port, arena)
+async def test_engine_gets_the_published_bits_and_then_the_next_version(
+    trainer: Trainer, wait_until: WaitUntil
+) -> None:
+    engine = Engine()
+    async with receiving(trainer, engine) as receiver:
         assert not receiver.first_version.is_set()
-        for step in (0, 1):
-            assert await trainer.publish(PolicyVersion(1, step), tensors(step))
-            await wait_until(lambda s=step: engine.version == PolicyVersion(1, s), f"commit of step {step}")
+        for step in (0, 1, 2):
+            assert await trainer.publish(step)
+            await wait_until(lambda step=step: engine.version == trainer.version(step), f"step {step} is committed")
             assert engine.front.tobytes() == flat(tensors(step))
-        await receiver.ready()
+        await asyncio.wait_for(receiver.ready(), 1)
         stats = receiver.stats()
-        assert (stats.commits, stats.damaged, stats.staged_bytes) == (2, 0, 2 * LAYOUT.nbytes)
-        assert stats.last_latency_s >= 0
-        await trainer.close()
-    assert list(arena.folder.iterdir()) == []
-    assert port.leases == {}
+        assert (stats.commits, stats.damaged, stats.staged_bytes) == (3, 0, 3 * LAYOUT.nbytes)
+        assert min(stats.fetch_s, stats.verify_s, stats.last_latency_s) > 0
+    assert trainer.publisher.stats().published == 3
 
 
-async def test_flipped_byte_is_never_committed_and_the_next_version_is(arena: Arena) -> None:
-    port, engine = Port(), Engine()
-    trainer = publisher(port, arena)
-    assert await trainer.publish(PolicyVersion(1, 0), tensors(0))
-    (file,) = arena.folder.iterdir()
-    data = bytearray(file.read_bytes())
-    data[LAYOUT.tensors[1].offset] ^= 1
-    file.write_bytes(data)
-    async with receiving(port, engine, arena) as receiver:
-        await wait_until(lambda: receiver.stats().damaged >= 2, "two refusals of the damaged version")
+async def test_each_commit_is_reported(trainer: Trainer, wait_until: WaitUntil) -> None:
+    commits: list[Commit] = []
+    engine, stopping = Engine(), asyncio.Event()
+    run_id = (await trainer.port.record()).run_id
+    transport = ShmTransport(HOST, trainer.arena)
+    receiver = Receiver(
+        trainer.port, engine, "p", HOST, run_id=run_id, block_ms=50, transport=transport, on_commit=commits.append
+    )
+    task = asyncio.create_task(receiver.run(stopping))
+    assert await trainer.publish(4)
+    await wait_until(lambda: bool(commits), "a commit is reported")
+    stopping.set()
+    await task
+    assert commits[0].version == trainer.version(4)
+    assert commits[0].nbytes == LAYOUT.nbytes
+    assert commits[0].latency_s >= commits[0].fetch_s + commits[0].verify_s > 0
+
+
+@pytest.mark.parametrize("spec", LAYOUT.tensors, ids=lambda spec: spec.name)
+async def test_flipped_byte_is_never_committed_and_the_next_version_is(
+    trainer: Trainer, wait_until: WaitUntil, spec: object
+) -> None:
+    engine = Engine()
+    assert await trainer.publish(0)
+    (file,) = trainer.arena.folder.iterdir()
+    with file.open("r+b") as stream:
+        stream.seek(spec.end - 1)  # type: ignore[attr-defined]
+        byte = stream.read(1)[0]
+        stream.seek(spec.end - 1)  # type: ignore[attr-defined]
+        stream.write(bytes([byte ^ 1]))
+    async with receiving(trainer, engine) as receiver:
+        await wait_until(lambda: receiver.stats().damaged >= 2, "the damaged version is refused twice")
         assert engine.history == []
-        assert await trainer.publish(PolicyVersion(1, 1), tensors(1))
-        await wait_until(lambda: engine.version == PolicyVersion(1, 1), "commit of the next version")
+        assert await trainer.publish(1)
+        await wait_until(lambda: engine.version == trainer.version(1), "the next version is committed")
         assert engine.front.tobytes() == flat(tensors(1))
-    await trainer.close()
+    assert engine.history == [trainer.version(1)]
 
 
-async def test_publish_is_skipped_while_readers_hold_all_segments(arena: Arena) -> None:
-    port = Port()
-    trainer = publisher(port, arena, live=2)
-    assert await trainer.publish(PolicyVersion(1, 0), tensors(0))
-    await port.lease(PolicyVersion(1, 0), "reader", 10)
-    assert await trainer.publish(PolicyVersion(1, 1), tensors(1))
-    assert not await trainer.publish(PolicyVersion(1, 2), tensors(2))
-    assert trainer.stats().skipped == 1
-    assert port.newest == PolicyVersion(1, 1)
-    await port.release(PolicyVersion(1, 0), "reader")
-    assert await trainer.publish(PolicyVersion(1, 3), tensors(3))
-    assert [name.version.step for name in arena.segments(RUN)] == [3]
-    assert set(port.manifests) == {PolicyVersion(1, 3)}
-    await trainer.close()
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sealed": False},
+        {"run_id": "another-run"},
+        {"version": PolicyVersion(99, 99)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+async def test_manifest_that_is_not_sealed_or_not_this_versions_is_refused(
+    trainer: Trainer, wait_until: WaitUntil, change: dict[str, object]
+) -> None:
+    engine = Engine()
+    assert await trainer.publish(0)
+    wrong = replace(await trainer.manifest(0), **change)
+    await trainer.port.publish_head(trainer.fence, trainer.version(1), encode(wrong))
+    async with receiving(trainer, engine) as receiver:
+        await wait_until(lambda: receiver.stats().refused >= 1, "the manifest is refused")
+        assert await trainer.publish(2)
+        await wait_until(lambda: engine.version == trainer.version(2), "the next version is committed")
+    assert engine.history == [trainer.version(2)]
 
 
-async def test_reader_keeps_its_mapping_when_the_version_is_freed(arena: Arena) -> None:
-    port = Port()
-    trainer = publisher(port, arena)
-    assert await trainer.publish(PolicyVersion(1, 0), tensors(0))
-    manifest = decode(port.manifests[PolicyVersion(1, 0)])
-    mapped = arena.open(manifest.segment, LAYOUT.nbytes)
-    await trainer.close()
-    assert arena.segments() == []
-    assert arena.open(manifest.segment, LAYOUT.nbytes) is None
-    assert mapped is not None
-    assert mapped.tobytes() == flat(tensors(0))
+async def test_damaged_manifest_is_refused(trainer: Trainer, wait_until: WaitUntil) -> None:
+    engine = Engine()
+    assert await trainer.publish(0)
+    data = bytearray(encode(replace(await trainer.manifest(0), version=trainer.version(1))))
+    data[len(data) // 2] ^= 64
+    await trainer.port.publish_head(trainer.fence, trainer.version(1), bytes(data))
+    async with receiving(trainer, engine) as receiver:
+        await wait_until(lambda: receiver.stats().refused >= 1, "the manifest is refused")
+    assert engine.history == []
 
 
-async def test_fenced_trainer_leaves_no_segment(arena: Arena) -> None:
-    port = Port()
-    trainer = publisher(port, arena)
-    port.fence = Fence(2, "other")
+async def test_vanished_segment_is_counted_and_the_next_version_taken(trainer: Trainer, wait_until: WaitUntil) -> None:
+    engine = Engine()
+    assert await trainer.publish(0)
+    for file in trainer.arena.folder.iterdir():
+        file.unlink()
+    async with receiving(trainer, engine) as receiver:
+        await wait_until(lambda: receiver.stats().vanished >= 2, "the segment is missed twice")
+        assert await trainer.publish(1)
+        await wait_until(lambda: engine.version == trainer.version(1), "the next version is committed")
+
+
+async def test_version_freed_while_it_is_staged_is_still_whole(trainer: Trainer, wait_until: WaitUntil) -> None:
+    engine = Engine()
+
+    async def free() -> None:
+        for name in trainer.arena.segments():
+            trainer.arena.remove(name)
+
+    assert await trainer.publish(0)
+    async with receiving(trainer, engine, news=free, round_bytes=100):
+        await wait_until(lambda: engine.version == trainer.version(0), "the version is committed")
+    assert engine.front.tobytes() == flat(tensors(0))
+
+
+async def test_staging_gives_way_once_to_a_newer_version_and_then_finishes(
+    trainer: Trainer, wait_until: WaitUntil
+) -> None:
+    """The trainer publishes after every round: without the rule no version would ever be finished."""
+    engine, steps = Engine(), iter(range(1, 100))
+
+    async def publish_next() -> None:
+        await trainer.publish(next(steps))
+
+    assert await trainer.publish(0)
+    async with receiving(trainer, engine, news=publish_next, round_bytes=100) as receiver:
+        await wait_until(lambda: len(engine.history) >= 2, "two versions are committed")
+        assert receiver.stats().skipped >= 1
+    assert engine.front.tobytes() == flat(tensors(engine.history[-1].step))
+    assert trainer.version(0) not in engine.history
+
+
+async def test_publish_is_skipped_while_readers_hold_all_segments(trainer: Trainer) -> None:
+    port = trainer.port
+    assert await trainer.publish(0)
+    await port.lease(trainer.version(0), "reader", 60)
+    assert await trainer.publish(1)
+    assert not await trainer.publish(2)
+    assert trainer.publisher.stats().skipped == 1
+    assert await port.head() == trainer.version(1)
+    await port.release(trainer.version(0), "reader")
+    assert await trainer.publish(3)
+    assert [name.version.step for name in trainer.arena.segments()] == [3]
+    assert [await port.manifest(trainer.version(step)) is None for step in (0, 1, 2, 3)] == [True, True, True, False]
+
+
+async def test_event_loop_lives_while_the_publisher_casts(trainer: Trainer) -> None:
+    loop_was_free = threading.Event()
+
+    class Slow:
+        """A tensor that can be cast only once something else ran on the event loop."""
+
+        shape = (7,)
+
+        def detach(self) -> torch.Tensor:
+            asyncio.run_coroutine_threadsafe(set_free(), loop)
+            assert loop_was_free.wait(20), "the event loop stood still while a tensor was cast"
+            return torch.zeros(7)
+
+    async def set_free() -> None:
+        loop_was_free.set()
+
+    loop = asyncio.get_running_loop()
+    values: dict[str, object] = {**tensors(0), "norm": Slow()}
+    assert await trainer.publisher.publish(trainer.version(0), values)  # type: ignore[arg-type]
+
+
+async def test_fenced_trainer_leaves_no_segment(trainer: Trainer) -> None:
+    await trainer.port.take_fence(0)
     with pytest.raises(Fenced):
-        await trainer.publish(PolicyVersion(1, 0), tensors(0))
-    assert arena.segments() == []
+        await trainer.publish(0)
+    assert trainer.arena.segments() == []
+
+
+async def test_new_incarnation_frees_what_a_dead_one_left(trainer: Trainer, run_id: str) -> None:
+    left = trainer.arena.create(run_id, trainer.version(7), 100)
+    left.seal()
+    file = trainer.arena.folder / left.name
+    dead = file.with_name(left.name.replace(f"-{left.name.split('-')[-3]}-", "-1-"))
+    file.rename(dead)
+    fence = await trainer.port.take_fence(0)
+    publisher = Publisher(trainer.port, fence, LAYOUT, run_id, 2, host=HOST, arena=trainer.arena)
+    version = PolicyVersion(fence.incarnation, 0)
+    assert await publisher.publish(version, tensors(0))
+    assert [name.version for name in trainer.arena.segments()] == [version]
+    await publisher.close()
+    await publisher.close()
+    with pytest.raises(WeightError, match="its publisher is closed"):
+        await publisher.publish(version, tensors(0))
 
 
 @pytest.mark.parametrize(
@@ -230,11 +353,48 @@ async def test_fenced_trainer_leaves_no_segment(arena: Arena) -> None:
         (lambda values: values.update(extra=torch.zeros(1)), "'extra' is not in the layout"),
         (lambda values: values.update(norm=torch.zeros(8)), r"'norm' has shape \[8\]"),
     ],
+    ids=["missing", "unknown", "shape"],
 )
-async def test_tensors_that_do_not_fit_are_named(arena: Arena, change, sentence: str) -> None:
-    trainer = publisher(Port(), arena)
+async def test_tensors_that_do_not_fit_are_named(
+    trainer: Trainer, change: Callable[[dict[str, torch.Tensor]], object], sentence: str
+) -> None:
     values = tensors(0)
     change(values)
     with pytest.raises(WeightError, match=sentence):
-        await trainer.publish(PolicyVersion(1, 0), values)
-    assert arena.segments() == []
+        await trainer.publisher.publish(trainer.version(0), values)
+    assert trainer.arena.segments() == []
+
+
+async def test_version_of_another_incarnation_is_refused(trainer: Trainer) -> None:
+    with pytest.raises(WeightError, match=f"this trainer is incarnation {trainer.fence.incarnation}"):
+        await trainer.publisher.publish(PolicyVersion(trainer.fence.incarnation + 1, 0), tensors(0))
+
+
+async def test_strided_and_already_cast_tensors_are_published_as_they_are(trainer: Trainer) -> None:
+    values = tensors(3)
+    values["embed"] = values["embed"].bfloat16().T.contiguous().T
+    assert not values["embed"].is_contiguous()
+    assert await trainer.publisher.publish(trainer.version(0), values)
+    manifest = await trainer.manifest(0)
+    data = trainer.arena.open(manifest.segment, LAYOUT.nbytes)
+    assert data is not None
+    assert data.tobytes() == flat(values)
+
+
+async def test_layout_that_does_not_fit_the_engine_ends_the_receiver(trainer: Trainer) -> None:
+    class Unfit(Engine):
+        def back_buffer(self, layout: Layout) -> Bytes:
+            raise WeightError("the layout does not fit the engine's model")
+
+    assert await trainer.publish(0)
+    with pytest.raises(WeightError, match="does not fit the engine"):
+        async with receiving(trainer, Unfit()):
+            await asyncio.sleep(0)
+
+
+async def test_producer_on_another_host_is_told_so(trainer: Trainer, run_id: str) -> None:
+    assert await trainer.publish(0)
+    transport = ShmTransport("elsewhere", trainer.arena)
+    receiver = Receiver(trainer.port, Engine(), "p", "elsewhere", run_id=run_id, block_ms=50, transport=transport)
+    with pytest.raises(WeightError, match="lies on host 'this-host', this is 'elsewhere'"):
+        await asyncio.wait_for(receiver.run(asyncio.Event()), 20)

@@ -119,7 +119,7 @@ def test_full_memory_is_a_sentence_and_leaves_nothing() -> None:
     if not shared.is_dir():
         pytest.skip("this machine has no /dev/shm")
     free = os.statvfs(shared)
-    with pytest.raises(WeightError, match=r"MB left, a weight version needs \d+ MB; enlarge it .*weights.max_live_versions"):
+    with pytest.raises(WeightError, match=r"MB left, a weight version needs \d+ MB; enlarge it .*max_live_versions"):
         Arena(shared).create("full-test", VERSION, free.f_blocks * free.f_frsize + (1 << 20))
     assert Arena(shared).segments("full-test") == []
 

@@ -35,7 +35,7 @@ class Source(Protocol):
         """
         ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let the bytes go. Idempotent."""
         ...
 

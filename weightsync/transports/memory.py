@@ -38,5 +38,5 @@ class MemorySource:
         copy_ranges(self._data, ranges, out, pace)
         return None
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._data = None

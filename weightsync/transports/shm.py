@@ -48,8 +48,11 @@ class ShmSource:
         await asyncio.to_thread(copy_ranges, self._data, ranges, out, pace)
         return None
 
-    def close(self) -> None:
-        self._data = None
+    async def close(self) -> None:
+        """In a thread: unmapping the last mapping of a freed version gives all its pages back, which takes a while."""
+        if self._data is not None:
+            last_reference, self._data = [self._data], None
+            await asyncio.to_thread(last_reference.clear)
 
 
 def copy_ranges(data: Bytes, ranges: Sequence[Range], out: Bytes, pace: Pace) -> None:
