@@ -114,7 +114,6 @@ def decode_flat(body: bytes) -> FlatGroup:
         spans_S5=spans.reshape(-1, 5),
         rewards_N=_array(fields, "rewards", "<f8").astype(np.float64, copy=False),
         finish_N=_array(fields, "finish", "<u1").astype(np.int64),
-        nbytes=len(body),
     )
 
 

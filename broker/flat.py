@@ -5,7 +5,7 @@ Encoding, decoding and checking then cost a fixed number of numpy calls per grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
@@ -49,7 +49,6 @@ class FlatGroup:
     rewards_N: Float64
     finish_N: Int64
     """Index into FINISH."""
-    nbytes: int = field(default=0, compare=False)
 
 
 def flatten(group: Group) -> FlatGroup:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import get_args
 
 from broker.api import Balance, QueueDepths, RunStatus
-from broker.codec import decode_group
+from broker.arrivals import limits_of
+from broker.bounds import KEEP_ENDED_MS
 from broker.messages import GroupDelivery, TaskKind
-from broker.redis.groups import dead_group, limits_of
 from broker.redis.link import Link, stream_entries, text
 from broker.redis.service import RedisService
-from broker.redis.trainer import KEEP_ENDED_MS
+from broker.redis.trainer import arrival_of
 from broker.sheet import balances
 from headrace.errors import WireError
 
@@ -53,13 +53,14 @@ class RedisOperator(RedisService):
             "XREAD", "COUNT", PAGE, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, after or "0"
         )
         found = []
+        limits = limits_of(await self.record())
         for entry_id, fields in stream_entries(reply):
-            body = fields.get(b"body", b"")
+            arrival = arrival_of(entry_id, fields)
             try:
-                group = decode_group(body, limits_of(await self.record()))
+                group = arrival.group(limits)
             except WireError as error:
-                group = dead_group(fields, text(fields.get(b"dead")) or str(error))
-            found.append((entry_id, GroupDelivery(entry_id, len(body), group), text(fields.get(b"producer"))))
+                group = arrival.refused(str(error))
+            found.append((entry_id, GroupDelivery(entry_id, len(arrival.body), group), arrival.producer))
         if found and self._finished_from is not None:
             self._finished_from = found[-1][0]
         return found

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from broker.api import Hello, Published
-from broker.codec import decode_task, encode_group
+from broker.bounds import KEEP_PUBLISHED, MAX_DEAD, MAX_DEAD_BYTES
+from broker.codec import encode_group
 from broker.identity import difference
-from broker.messages import Group, Task, TaskDelivery
+from broker.leases import Expired, Poison, Taken, judge
+from broker.messages import Group, TaskDelivery
 from broker.redis.link import Fields, Link, fields_of, stream_entries, text
 from broker.redis.service import RedisService, milliseconds
-from headrace.errors import Refused, WireError
-
-KEEP_PUBLISHED = 4096
-"""Published attempts that are remembered, so that repeating one is answered with success."""
-MAX_DEAD = 256
-"""Entries of stream `dead`."""
-MAX_DEAD_BYTES = 1 << 20
-"""What `dead` keeps of a body."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    entry_id: str
-    deliveries: int
-    fields: Fields
+from headrace.errors import Refused
 
 
 class RedisProducer(RedisService):
@@ -100,7 +87,7 @@ class RedisProducer(RedisService):
         await self._link.script("give_back", producer, *entry_ids)
         self._holding.difference_update(entry_ids)
 
-    async def _take_now(self, producer: str, count: int, reply_lost: bool) -> list[_Taken]:
+    async def _take_now(self, producer: str, count: int, reply_lost: bool) -> list[Taken]:
         """Without waiting: tasks of the dead, what a lost reply carried, then new ones."""
         now_ms, rows = await self._link.script(
             "take",
@@ -112,9 +99,9 @@ class RedisProducer(RedisService):
             *(self._holding if reply_lost else ()),
         )
         self._clock_ms = now_ms - time.monotonic() * 1000
-        return [_Taken(text(entry_id), deliveries, fields_of(flat)) for entry_id, deliveries, flat in rows]
+        return [_taken(text(entry_id), deliveries, fields_of(flat)) for entry_id, deliveries, flat in rows]
 
-    async def _take_next(self, producer: str, count: int, block_ms: int) -> list[_Taken]:
+    async def _take_next(self, producer: str, count: int, block_ms: int) -> list[Taken]:
         reply = await self._link.send(
             "XREADGROUP",
             "GROUP",
@@ -128,42 +115,29 @@ class RedisProducer(RedisService):
             self._link.keys.of("tasks"),
             ">",
         )
-        return [_Taken(entry_id, 1, fields) for entry_id, fields in stream_entries(reply)]
+        return [_taken(entry_id, 1, fields) for entry_id, fields in stream_entries(reply)]
 
-    async def _accept(self, producer: str, taken: _Taken) -> TaskDelivery | None:
+    async def _accept(self, producer: str, taken: Taken) -> TaskDelivery | None:
         """The delivery; None for a task that nobody will play, which is then settled by rule."""
-        body = taken.fields.get(b"body", b"")
-        try:
-            task = decode_task(body)
-        except WireError as error:
-            await self._bury(producer, taken, body, str(error))
+        judged = judge(taken, producer, self._max_deliveries, self._clock_ms + time.monotonic() * 1000)
+        if isinstance(judged, Poison):
+            await self._link.script("bury_task", producer, taken.entry_id, judged.reason, *remains(taken.body))
+            self._holding.discard(taken.entry_id)
             return None
-        if taken.deliveries > self._max_deliveries:
-            await self._bury(producer, taken, body, f"delivered {self._max_deliveries} times, finished by nobody")
+        if isinstance(judged, Expired):
+            await self.publish(producer, judged.delivery, judged.group)
             return None
-        delivery = TaskDelivery(taken.entry_id, int(taken.fields[b"attempt"]) + taken.deliveries, task)
-        if self._clock_ms + time.monotonic() * 1000 > task.deadline_ms:
-            await self.publish(producer, delivery, expired(delivery, producer))
-            return None
-        return delivery
-
-    async def _bury(self, producer: str, taken: _Taken, body: bytes, reason: str) -> None:
-        await self._link.script("bury_task", producer, taken.entry_id, reason, *remains(body))
-        self._holding.discard(taken.entry_id)
+        return judged
 
 
-def expired(delivery: TaskDelivery, producer: str) -> Group:
-    """The failed group of a task whose deadline passed before anybody played it."""
-    task: Task = delivery.task
-    return Group(
-        task_id=task.task_id,
-        attempt=delivery.attempt,
-        kind=task.kind,
-        environment=task.environment,
-        index=task.index,
-        producer=producer,
-        trajectories=(),
-        error="the deadline passed before a producer had a free slot",
+def _taken(entry_id: str, deliveries: int, fields: Fields) -> Taken:
+    return Taken(
+        entry_id=entry_id,
+        attempts_before=text(fields.get(b"attempt")),
+        deliveries=deliveries,
+        task_id=text(fields.get(b"task")),
+        kind=text(fields.get(b"kind")),
+        body=fields.get(b"body", b""),
     )
 
 

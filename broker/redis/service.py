@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, cast, get_args
 
 from broker.api import Order, Peer, RunRecord, RunState, RunStatus
+from broker.bounds import MAX_ORDERS, SILENT_MS
 from broker.redis.link import Link, stream_entries, text
 from broker.redis.records import decode_peer, encode_peer
 from headrace.errors import WireError
 
-SILENT_MS = 600_000
-"""A service that fell silent is still shown this long."""
 DEFAULT_LEASE_S = 10.0
 """Of a service that takes tasks before its first heartbeat."""
 
@@ -77,7 +76,7 @@ class RedisService:
         return orders
 
     async def order(self, order: Order) -> None:
-        await self._link.script("order", order.kind, order.target, order.count, order.reason)
+        await self._link.script("order", order.kind, order.target, order.count, order.reason, MAX_ORDERS)
 
     async def close(self) -> None:
         await self._link.connection.close()

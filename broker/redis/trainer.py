@@ -5,26 +5,20 @@ from __future__ import annotations
 import secrets
 
 from broker.api import Fence, RunStatus
-from broker.codec import decode_group, decode_step, encode_step, encode_task
-from broker.messages import Group, GroupDelivery, StepEntry, StepRecord, Task, TaskKind
-from broker.redis.groups import dead_group, limits_of
-from broker.redis.link import Entry, Link, entries_of, stream_entries, text
+from broker.arrivals import Arrival, limits_of
+from broker.bounds import KEEP_ENDED_MS, KEEP_SETTLED, MAX_ORDERS, MAX_STEPS
+from broker.codec import decode_step, encode_step, encode_task
+from broker.messages import GroupDelivery, StepEntry, StepRecord, Task, TaskKind
+from broker.redis.link import Entry, Fields, Link, entries_of, stream_entries, text
 from broker.redis.producer import remains
 from broker.redis.service import RedisService
 from broker.steps import replayable
-from broker.validate import MAX_GROUP_BYTES
 from headrace.errors import WireError
 
 BATCH = 256
 """Tasks or entries in one script, so that none blocks Redis for long."""
 PAGE = 32
 """Groups read at once when an earlier trainer's are taken over."""
-KEEP_SETTLED = 64
-"""Settled groups that stay readable for `headrace rollouts`."""
-MAX_STEPS = 8192
-"""Step records kept: many times what lies between two checkpoints."""
-KEEP_ENDED_MS = 7 * 24 * 3600 * 1000
-"""An ended run leaves Redis after this long."""
 
 
 class RedisTrainer(RedisService):
@@ -94,7 +88,7 @@ class RedisTrainer(RedisService):
         await self._link.script("set_step", step, fence=fence)
 
     async def finish(self, fence: Fence, status: RunStatus, reason: str) -> None:
-        await self._link.script("finish", status, reason, KEEP_ENDED_MS, fence=fence)
+        await self._link.script("finish", status, reason, KEEP_ENDED_MS, MAX_ORDERS, fence=fence)
 
     def _read(self, fence: Fence, count: int, block_ms: int | None, after: str = ">") -> tuple[str | int, ...]:
         block = () if block_ms is None else ("BLOCK", self._link.block_ms(block_ms))
@@ -112,30 +106,32 @@ class RedisTrainer(RedisService):
 
     async def _deliver(self, fence: Fence, entries: list[Entry]) -> list[GroupDelivery]:
         delivered = []
+        limits = limits_of(await self.record())
         for entry_id, fields in entries:
-            body = fields.get(b"body", b"")
+            arrival = arrival_of(entry_id, fields)
             try:
-                group = await self._decode(fields, body)
+                group = arrival.group(limits)
             except WireError as error:
                 reason = str(error)
-                buried = await self._link.script("bury_group", entry_id, reason, *remains(body), fence=fence)
+                buried = await self._link.script("bury_group", entry_id, reason, *remains(arrival.body), fence=fence)
                 if buried:
-                    delivered.append(GroupDelivery(entry_id, len(body), dead_group(fields, reason)))
+                    delivered.append(GroupDelivery(entry_id, len(arrival.body), arrival.refused(reason)))
                 continue
             self._open.add(entry_id)
-            delivered.append(GroupDelivery(entry_id, len(body), group))
+            delivered.append(GroupDelivery(entry_id, len(arrival.body), group))
         return delivered
 
-    async def _decode(self, fields: dict[bytes, bytes], body: bytes) -> Group:
-        if b"dead" in fields:
-            raise WireError(text(fields[b"dead"]))
-        if len(body) > MAX_GROUP_BYTES:
-            raise WireError(f"an entry of {len(body)} bytes, more than the {MAX_GROUP_BYTES} that a group may have")
-        group = decode_group(body, limits_of(await self.record()))
-        for name, value in ((b"task", group.task_id), (b"attempt", str(group.attempt)), (b"kind", group.kind)):
-            if text(fields.get(name)) != value:
-                raise WireError(f"field {name.decode()} says {text(fields.get(name))[:40]!r}, the body {value[:40]!r}")
-        return group
+
+def arrival_of(entry_id: str, fields: Fields) -> Arrival:
+    return Arrival(
+        entry_id=entry_id,
+        task_id=text(fields.get(b"task")),
+        attempt=text(fields.get(b"attempt")),
+        kind=text(fields.get(b"kind")),
+        producer=text(fields.get(b"producer")),
+        body=fields.get(b"body", b""),
+        dead=text(fields.get(b"dead")),
+    )
 
 
 def _consumer(fence: Fence) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from broker.api import Fence
+from broker.bounds import MAX_HEADS
 from broker.redis.link import text
 from broker.redis.service import RedisService, milliseconds
 from headrace.version import PolicyVersion
@@ -12,7 +13,7 @@ class RedisWeights(RedisService):
     """WeightsPort on Redis."""
 
     async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
-        await self._link.script("publish_head", version.incarnation, version.step, manifest, fence=fence)
+        await self._link.script("publish_head", version.incarnation, version.step, manifest, MAX_HEADS, fence=fence)
 
     async def head(self) -> PolicyVersion | None:
         return _version(await self._link.send("HGET", self._link.keys.of("state"), "head"))

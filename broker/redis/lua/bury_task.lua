@@ -7,11 +7,15 @@ local entry = delivered and redis.call('XRANGE', tasks, ARGV[2], ARGV[2])[1]
 if not entry then
   return 0
 end
-local task, kind, attempt = field(entry, 'task'), field(entry, 'kind'), field(entry, 'attempt') + delivered
+local task, kind = field(entry, 'task') or '', field(entry, 'kind') or ''
+local attempt = (tonumber(field(entry, 'attempt')) or 0) + delivered
 redis.call('XACK', tasks, 'producers', ARGV[2])
 redis.call('XDEL', tasks, ARGV[2])
 redis.call('XADD', dead, 'MAXLEN', ARGV[7], '*', 'task', task, 'attempt', attempt, 'kind', kind, 'source', 'tasks',
   'reason', ARGV[3], 'sha256', ARGV[4], 'length', ARGV[5], 'body', string.sub(field(entry, 'body') or '', 1, ARGV[6]))
+if redis.call('HGET', open, task) ~= kind .. ' t ' .. ARGV[2] then
+  return 1
+end
 local id = redis.call('XADD', groups, '*', 'task', task, 'attempt', attempt, 'kind', kind, 'producer', ARGV[1],
   'dead', ARGV[3])
 redis.call('HSET', open, task, kind .. ' g ' .. id)

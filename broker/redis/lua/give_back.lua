@@ -6,8 +6,8 @@ local returned = 0
 for i = 2, #ARGV do
   local delivered = deliveries(tasks, ARGV[i], ARGV[1])
   local entry = delivered and redis.call('XRANGE', tasks, ARGV[i], ARGV[i])[1]
-  if entry then
-    local task, kind = field(entry, 'task'), field(entry, 'kind')
+  local task, kind = entry and field(entry, 'task'), entry and field(entry, 'kind')
+  if task and redis.call('HGET', open, task) == kind .. ' t ' .. ARGV[i] then
     redis.call('XACK', tasks, 'producers', ARGV[i])
     redis.call('XDEL', tasks, ARGV[i])
     local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', field(entry, 'attempt') + delivered,

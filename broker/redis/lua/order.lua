@@ -1,5 +1,5 @@
 -- KEYS record orders
 -- ALWAYS
--- ARGV: kind, target, count, reason
-return redis.call('XADD', orders, 'MAXLEN', '~', 1024, '*',
+-- ARGV: kind, target, count, reason, most orders kept
+return redis.call('XADD', orders, 'MAXLEN', '~', ARGV[5], '*',
   'kind', ARGV[1], 'target', ARGV[2], 'count', ARGV[3], 'reason', ARGV[4])

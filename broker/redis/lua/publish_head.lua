@@ -1,7 +1,7 @@
 -- KEYS record state manifests heads
 -- FENCED
 -- ALWAYS
--- ARGV: then incarnation and step of the version, manifest. The head only moves forward.
+-- ARGV: then incarnation and step of the version, manifest, most notifications kept. The head only moves forward.
 local version = ARGV[3] .. '.' .. ARGV[4]
 redis.call('HSET', manifests, version, ARGV[5])
 local head = redis.call('HGET', state, 'head')
@@ -14,5 +14,5 @@ if head then
   end
 end
 redis.call('HSET', state, 'head', version)
-redis.call('XADD', heads, 'MAXLEN', '~', 256, '*', 'version', version)
+redis.call('XADD', heads, 'MAXLEN', '~', ARGV[6], '*', 'version', version)
 return 1

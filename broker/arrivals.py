@@ -1,0 +1,71 @@
+"""What becomes of a group entry at its arrival: decoded, validated, or refused with a reason. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from broker.api import RunRecord
+from broker.codec import decode_group
+from broker.messages import Group
+from broker.validate import MAX_GROUP_BYTES, Limits
+from headrace.errors import WireError
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A group entry as it lies in the broker, its fields not yet believed."""
+
+    entry_id: str
+    task_id: str
+    attempt: str
+    kind: str
+    producer: str
+    body: bytes
+    dead: str = ""
+    """Set by the broker where the task itself went to `dead`, with the reason; there is no body then."""
+
+    def group(self, limits: Limits) -> Group:
+        """Decode and validate. Raises WireError with the reason."""
+        if self.dead:
+            raise WireError(self.dead)
+        if len(self.body) > MAX_GROUP_BYTES:
+            raise WireError(
+                f"an entry of {len(self.body)} bytes, more than the {MAX_GROUP_BYTES} that a group may have"
+            )
+        group = decode_group(self.body, limits)
+        pairs = (("task", self.task_id, group.task_id), ("attempt", self.attempt, str(group.attempt)))
+        for name, field, inside in (*pairs, ("kind", self.kind, group.kind)):
+            if field != inside:
+                raise WireError(f"field {name} of the entry is {field[:40]!r}, in its body {inside[:40]!r}")
+        return group
+
+    def refused(self, reason: str) -> Group:
+        """What stands for a group that lies in `dead`: it has no rollouts, and frees its task's slot."""
+        return Group(
+            task_id=self.task_id,
+            attempt=int(self.attempt) if self.attempt.isdecimal() else 0,
+            kind="eval" if self.kind == "eval" else "train",
+            environment="",
+            index=0,
+            producer=self.producer,
+            trajectories=(),
+            error=f"dead: {reason}",
+        )
+
+
+def limits_of(record: RunRecord) -> Limits:
+    """The limits that follow from a run's record."""
+    train = _number(record.config, "trainer", "group_size")
+    evaluation = _number(record.config, "evaluation", "samples_per_prompt")
+    limits = Limits(record.vocab_size, {})
+    if train is not None:
+        limits.group_sizes["train"] = train
+    if evaluation is not None:
+        limits.group_sizes["eval"] = evaluation
+    return limits
+
+
+def _number(config: dict[str, Any], section: str, name: str) -> int | None:
+    value = config.get(section, {}).get(name)
+    return value if isinstance(value, int) else None
