@@ -27,7 +27,7 @@ def connect_runs(url: str, config: BrokerConfig | None = None) -> Runs:
     if url.startswith(MEMORY):
         from broker.memory import MemoryRuns
 
-        return MemoryRuns.at(url, config)
+        return MemoryRuns(url)
     from broker.redis.connection import Connection
     from broker.redis.runs import RedisRuns
 
@@ -44,7 +44,7 @@ def connect_run(url: str, run_id: str, config: BrokerConfig | None = None) -> Ru
     if url.startswith(MEMORY):
         from broker.memory import MemoryRuns
 
-        return MemoryRuns.at(url, config).run(run_id)
+        return MemoryRuns(url).run(run_id, config.max_deliveries)
     from broker.redis.run import RedisRun
 
     return RedisRun(url, run_id, config)

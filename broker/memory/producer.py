@@ -1,0 +1,62 @@
+"""A producer's side of a run in memory."""
+
+from __future__ import annotations
+
+from broker.api import Hello, Published
+from broker.arrivals import Arrival
+from broker.codec import encode_group
+from broker.identity import difference
+from broker.leases import Expired, Poison, judge
+from broker.memory.service import MemoryService
+from broker.memory.store import NOBODY, RunStore, now_ms
+from broker.messages import Group, TaskDelivery
+from headrace.errors import Refused
+
+
+class MemoryProducer(MemoryService):
+    """ProducerPort in memory."""
+
+    def __init__(self, run_id: str, store: RunStore | None, max_deliveries: int) -> None:
+        super().__init__(run_id, store)
+        self._max_deliveries = max_deliveries
+
+    async def join(self, hello: Hello) -> None:
+        store = self.store
+        if reason := difference(store.record, hello):
+            raise Refused(f"run {self._run_id} does not accept producer {hello.producer}: {reason}")
+        for entry in store.tasks.values():
+            if entry.consumer == hello.producer:
+                entry.consumer = NOBODY
+        self._beat(hello.producer)
+
+    async def take(self, producer: str, count: int, block_ms: int) -> list[TaskDelivery]:
+        if count < 1:
+            return []
+        store = self.store
+        self._beat(producer)
+        deliveries = []
+        for taken in await store.wait(lambda: store.take(producer, count), block_ms):
+            judged = judge(taken, producer, self._max_deliveries, now_ms())
+            if isinstance(judged, Poison):
+                store.bury_task(producer, taken.entry_id, judged.reason)
+            elif isinstance(judged, Expired):
+                await self.publish(producer, judged.delivery, judged.group)
+            else:
+                deliveries.append(judged)
+        return deliveries
+
+    async def renew(self, producer: str, entry_ids: list[str]) -> list[str]:
+        if self.store.alive(producer):
+            self._beat(producer)
+        return [entry_id for entry_id in entry_ids if self.store.holds(producer, entry_id) is None]
+
+    async def publish(self, producer: str, delivery: TaskDelivery, group: Group) -> Published:
+        store = self.store
+        task = delivery.task
+        body = encode_group(group, store.record.vocab_size)
+        arrival = Arrival(store.new_id(), task.task_id, str(delivery.attempt), task.kind, producer, body)
+        return store.publish(producer, delivery.entry_id, arrival)
+
+    async def give_back(self, producer: str, entry_ids: list[str]) -> None:
+        for entry_id in entry_ids:
+            self.store.give_back(producer, entry_id)

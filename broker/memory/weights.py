@@ -1,0 +1,53 @@
+"""Weight versions of a run in memory."""
+
+from __future__ import annotations
+
+from broker.api import Fence
+from broker.memory.service import MemoryService
+from broker.memory.store import now_ms
+from headrace.version import PolicyVersion
+
+
+class MemoryWeights(MemoryService):
+    """WeightsPort in memory."""
+
+    async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
+        store = self.fenced(fence)
+        store.manifests[version] = manifest
+        if store.head is None or version > store.head:
+            store.head = version
+            store.wake()
+
+    async def head(self) -> PolicyVersion | None:
+        return self.store.head
+
+    async def wait_head(self, after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
+        store = self.store
+
+        def newer() -> bool:
+            return store.head is not None and (after is None or store.head > after)
+
+        await store.wait(newer, block_ms)
+        return self.store.head
+
+    async def manifest(self, version: PolicyVersion) -> bytes | None:
+        return self.store.manifests.get(version)
+
+    async def lease(self, version: PolicyVersion, holder: str, lease_s: float) -> None:
+        self.store.leases[version, holder] = now_ms() + max(1, round(lease_s * 1000))
+
+    async def release(self, version: PolicyVersion, holder: str) -> None:
+        self.store.leases.pop((version, holder), None)
+
+    async def leased(self) -> dict[PolicyVersion, list[str]]:
+        store, now = self.store, now_ms()
+        found: dict[PolicyVersion, list[str]] = {}
+        for (version, holder), end in sorted(store.leases.items()):
+            if end > now:
+                found.setdefault(version, []).append(holder)
+            else:
+                del store.leases[version, holder]
+        return found
+
+    async def forget(self, version: PolicyVersion) -> None:
+        self.store.manifests.pop(version, None)
