@@ -1,0 +1,260 @@
+"""The weight service as a process of its own: it checks, frees, tells, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from broker.api import Order, Peer, RunRecord, Runs
+from broker.connect import Run, connect_run
+from headrace.config import BrokerConfig, Config, WeightsConfig
+from headrace.version import PolicyVersion
+from weightsync.arena import Arena
+from weightsync.manifest import Layout
+from weightsync.publisher import Publisher
+
+torch.set_num_threads(1)
+LAYOUT = Layout.of([("w", "bfloat16", (64, 8)), ("b", "float32", (5,))])
+TENSORS = {"w": torch.ones(64, 8), "b": torch.ones(5)}
+WaitUntil = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+def record(run_id: str, tmp_path: Path) -> RunRecord:
+    """A run with short blocks and leases, whose folder is on this host."""
+    broker = BrokerConfig(stream_block_ms=100, connect_timeout_s=5.0)
+    config = Config(broker=broker, weights=WeightsConfig(lease_s=1.0)).model_dump(mode="json")
+    (tmp_path / "run").mkdir()
+    return RunRecord(run_id, 1, config, {}, vocab_size=10, folder=str(tmp_path / "run"))
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Arena:
+    (tmp_path / "shm").mkdir()
+    return Arena(tmp_path / "shm")
+
+
+@pytest.fixture
+async def publisher(run: Run, run_id: str, arena: Arena) -> AsyncIterator[Publisher]:
+    fence = await run.take_fence(0)
+    publisher = Publisher(run, fence, LAYOUT, run_id, 3, arena=arena)
+    yield publisher
+    await publisher.close()
+
+
+@contextmanager
+def service(url: str, run_id: str, arena: Arena, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m weightsync`; killed at the end if it still runs."""
+    known = {"HEADRACE_REDIS_URL": url, "HEADRACE_RUN": run_id, "HEADRACE_SHM_DIR": str(arena.folder)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weightsync"],
+        env={**os.environ, **known, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and what it said, once it has ended by itself."""
+    _, said = await asyncio.to_thread(process.communicate, timeout=30)
+    return process.returncode, said
+
+
+async def found(run: Run) -> Peer | None:
+    """The live weight service, as the broker knows it."""
+    peers = [peer for peer in await run.peers() if peer.role == "weights" and peer.alive]
+    return peers[0] if peers else None
+
+
+async def checked(run: Run, version: PolicyVersion) -> str | None:
+    """What the service says of this head; None until it has seen it."""
+    peer = await found(run)
+    return peer.state["check"] if peer is not None and peer.state["head"] == str(version) else None
+
+
+def events(record: RunRecord) -> list[dict[str, Any]]:
+    (file,) = Path(record.folder).glob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_published_versions_are_checked_and_told(
+    run: Run, record: RunRecord, redis_url: str, arena: Arena, publisher: Publisher, wait_until: WaitUntil
+) -> None:
+    version = PolicyVersion(1, 0)
+    with service(redis_url, record.run_id, arena) as process:
+        assert await publisher.publish(version, TENSORS)
+
+        async def verified() -> bool:
+            return await checked(run, version) == "verified"
+
+        await wait_until(verified, "the version is verified")
+        peer = await found(run)
+        assert peer is not None
+        assert (peer.name, peer.pid) == (f"weights-{socket.gethostname()}", process.pid)
+        producer = Peer("producer-1", "producer", "h", 1, True, {"version": str(version)})
+        await run.heartbeat(producer, 30)
+        await run.lease(version, "producer-2", 30)
+        url = peer.state["metrics_url"]
+        async with aiohttp.ClientSession() as session:
+
+            async def told() -> bool:
+                async with session.get(url.replace("/metrics", "/healthz")) as answer:
+                    assert answer.status == 200
+                    page = (await answer.json())["versions"][str(version)]
+                return page["on_it"] == ["producer-1"] and page["readers"] == ["producer-2"]
+
+            await wait_until(told, "/healthz says who reads and who is on the version")
+            async with session.get(url) as answer:
+                text = await answer.text()
+        assert 'headrace_weights_versions_total{check="verified"' in text
+        assert 'headrace_phase_seconds_total{lane="verifier"' in text
+        process.send_signal(signal.SIGTERM)
+        code, said = await ended(process)
+        assert code == 0, said
+    assert await found(run) is None
+    assert [name.version for name in arena.segments()] == [version], "the living trainer's head is kept"
+    (sealed,) = [event for event in events(record) if event["event"] == "sealed"]
+    assert (sealed["version"], sealed["check"], sealed["nbytes"]) == (str(version), "verified", LAYOUT.nbytes)
+
+
+async def test_damaged_version_is_told(
+    run: Run, record: RunRecord, redis_url: str, arena: Arena, publisher: Publisher, wait_until: WaitUntil
+) -> None:
+    assert await publisher.publish(PolicyVersion(1, 0), TENSORS)
+    (file,) = arena.folder.iterdir()
+    with file.open("r+b") as stream:
+        stream.write(b"\x00")
+    with service(redis_url, record.run_id, arena):
+
+        async def damaged() -> bool:
+            return await checked(run, PolicyVersion(1, 0)) == "damaged"
+
+        await wait_until(damaged, "the damage is told")
+
+
+async def test_freed_versions_lose_their_manifests(
+    run: Run, record: RunRecord, redis_url: str, arena: Arena, publisher: Publisher, wait_until: WaitUntil
+) -> None:
+    """A reader died with its lease; once that lapses nobody but the service frees what it read."""
+    await run.lease(PolicyVersion(1, 0), "dead reader", 2.0)
+    with service(redis_url, record.run_id, arena):
+        for step in (0, 1):
+            assert await publisher.publish(PolicyVersion(1, step), TENSORS)
+        assert len(arena.segments()) == 2
+        await wait_until(lambda: len(arena.segments()) == 1, "the version is freed once the lease has lapsed")
+
+        async def forgotten() -> bool:
+            return await run.manifest(PolicyVersion(1, 0)) is None
+
+        await wait_until(forgotten, "its manifest is dropped")
+        assert await run.manifest(PolicyVersion(1, 1)) is not None
+    assert [event["event"] for event in events(record)].count("freed") == 1
+
+
+@pytest.mark.parametrize("end", ["order", "status"])
+async def test_service_ends_with_its_run_and_takes_the_segments_along(
+    run: Run,
+    record: RunRecord,
+    redis_url: str,
+    arena: Arena,
+    publisher: Publisher,
+    wait_until: WaitUntil,
+    end: str,
+) -> None:
+    assert await publisher.publish(PolicyVersion(1, 0), TENSORS)
+    with service(redis_url, record.run_id, arena) as process:
+
+        async def there() -> bool:
+            return await found(run) is not None
+
+        await wait_until(there, "the service has said hello")
+        await run.set_status("finished", "all steps are done")
+        if end == "order":
+            await run.order(Order("", "end", "", 0, "all steps are done"))
+        await publisher.close()
+        code, said = await ended(process)
+        assert code == 0, said
+    assert list(arena.folder.iterdir()) == []
+
+
+async def test_service_of_a_deleted_run_ends_with_a_sentence(
+    run: Run, runs: Runs, record: RunRecord, redis_url: str, arena: Arena, wait_until: WaitUntil
+) -> None:
+    with service(redis_url, record.run_id, arena) as process:
+
+        async def there() -> bool:
+            return await found(run) is not None
+
+        await wait_until(there, "the service has said hello")
+        await runs.delete(record.run_id)
+        code, said = await ended(process)
+    assert code == 3
+    assert said.splitlines()[-1].startswith(f"weights-{socket.gethostname()}: there is no run")
+
+
+@pytest.mark.parametrize(
+    ("environ", "code", "sentence"),
+    [
+        ({"HEADRACE_REDIS_URL": ""}, 2, "weights: HEADRACE_REDIS_URL is not set"),
+        ({"HEADRACE_RUN": ""}, 2, "weights: no run is named"),
+        ({"HEADRACE_METRICS_PORT": "70000"}, 2, "weights: metrics port '70000' is not a number from 0 to 65535"),
+        ({"HEADRACE_RUN": "unknown"}, 3, "there is no run 'unknown'"),
+        ({"HEADRACE_SHM_DIR": "/nowhere"}, 5, "HEADRACE_SHM_DIR = '/nowhere' cannot be written"),
+    ],
+    ids=["no url", "no run", "port", "unknown run", "no folder"],
+)
+async def test_bad_input_is_one_sentence(
+    run: Run, record: RunRecord, redis_url: str, arena: Arena, environ: dict[str, str], code: int, sentence: str
+) -> None:
+    with service(redis_url, record.run_id, arena, **environ) as process:
+        found_code, said = await ended(process)
+    assert found_code == code
+    assert sentence in said.splitlines()[-1]
+    assert "secret" not in said
+    assert "Traceback" not in said
+
+
+async def test_service_outlives_a_restart_of_redis_and_goes_on(
+    redis_process: Callable[..., Any], record: RunRecord, arena: Arena, wait_until: WaitUntil
+) -> None:
+    from broker.connect import connect_runs
+
+    server = redis_process()
+    runs = connect_runs(server.url)
+    await runs.create(replace(record, folder=""))
+    run = connect_run(server.url, record.run_id)
+    publisher = Publisher(run, await run.take_fence(0), LAYOUT, record.run_id, 3, arena=arena)
+    with service(server.url, record.run_id, arena):
+        assert await publisher.publish(PolicyVersion(1, 0), TENSORS)
+
+        async def seen(step: int) -> bool:
+            return await checked(run, PolicyVersion(1, step)) == "verified"
+
+        await wait_until(lambda: seen(0), "the first version is verified")
+        server.kill()
+        server.start()
+        assert await publisher.publish(PolicyVersion(1, 1), TENSORS)
+        await wait_until(lambda: seen(1), "the second version is verified")
+    await publisher.close()
+    await run.close()
+    await runs.close()
