@@ -22,7 +22,7 @@ class SeenTasks:
     """
 
     def __init__(self, capacity: int, task_ids: Iterable[str] = ()) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._ids: OrderedDict[str, None] = OrderedDict()
         for task_id in task_ids:
             self.add(task_id)
@@ -32,7 +32,7 @@ class SeenTasks:
 
     def add(self, task_id: str) -> None:
         self._ids[task_id] = None
-        if len(self._ids) > self._capacity:
+        if len(self._ids) > self.capacity:
             self._ids.popitem(last=False)
 
     def ids(self) -> list[str]:

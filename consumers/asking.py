@@ -1,0 +1,79 @@
+"""Asking: free slots become tasks, and evaluations become theirs."""
+
+from __future__ import annotations
+
+import time
+
+from broker.api import Balance, Fence
+from broker.connect import Run
+from broker.messages import Task
+from consumers.admission import Curriculum, Source, Window, evaluation_tasks
+from consumers.books import Books
+from headrace.config import Config
+
+
+class Admitter:
+    """Admits tasks under the fence. The broker counts what is outstanding; here it is only compared with the bound."""
+
+    def __init__(
+        self, port: Run, fence: Fence, books: Books, config: Config, window: Window, curriculum: Curriculum
+    ) -> None:
+        self._port = port
+        self._fence = fence
+        self._books = books
+        self._config = config
+        self._window = window
+        self._curriculum = curriculum
+        self.open = False
+        """False until the first evaluation has its tasks, which come before all others."""
+
+    async def fill(self) -> int:
+        """Admit as many training tasks as there are free slots; returns how many."""
+        books = self._books
+        async with books.lock:
+            outstanding = (await self.sheet()).outstanding - books.unsettled_groups
+            count = self._window.free(books.formed, outstanding)
+            tasks = [self._task(books.cursor + offset) for offset in range(count)]
+            if tasks:
+                await self._port.admit(self._fence, tasks)
+                books.cursor += count
+            return count
+
+    def evaluation(self, when: str, held_out: Source) -> list[Task]:
+        """The tasks of an evaluation on the newest version. Raises ConfigError."""
+        return evaluation_tasks(
+            when,
+            held_out,
+            self._config.evaluation.prompts,
+            seed=self._config.run.seed,
+            group_size=self._config.evaluation.samples_per_prompt,
+            version=self._books.version,
+            deadline_ms=self._deadline_ms(),
+        )
+
+    async def ask(self, tasks: list[Task]) -> None:
+        """Admit the tasks of an evaluation; training tasks may follow."""
+        await self._port.admit(self._fence, tasks)
+        self.open_up()
+
+    def open_up(self) -> None:
+        """From now on training tasks are admitted."""
+        self.open = True
+        self._books.slots.set()
+
+    async def sheet(self) -> Balance:
+        """The balance of training tasks."""
+        found = [sheet for sheet in await self._port.balance() if sheet.kind == "train"]
+        return found[0] if found else Balance("train", 0, 0, {})
+
+    def _task(self, number: int) -> Task:
+        return self._curriculum.task(
+            number,
+            group_size=self._config.trainer.group_size,
+            min_version=self._window.min_version(self._books.formed, self._books.first),
+            deadline_ms=self._deadline_ms(),
+            formed=self._books.formed,
+        )
+
+    def _deadline_ms(self) -> int:
+        return int((time.time() + self._config.broker.task_deadline_s) * 1000)

@@ -1,0 +1,183 @@
+"""Progress: what the trainer says about each step and about the whole run, as lines, metrics and the summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from broker.api import Balance, Peer
+from consumers.batch import Batch
+from consumers.evaluation import Result, paired
+from consumers.lag import histogram
+from consumers.trainer import StepResult
+from headrace.errors import ServiceError
+from headrace.telemetry.journal import Journal
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.phases import Lane, idle_fraction
+
+LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+
+Phases = dict[str, float]
+"""Phase to seconds."""
+
+
+class Progress:
+    """Lane, metrics and journals of the trainer."""
+
+    def __init__(self, folder: Path, lane: Lane, metrics: Metrics) -> None:
+        """Raises ServiceError when the folder cannot be written."""
+        self._steps = Journal(folder / "steps.jsonl")
+        self._events = Journal(folder / "trainer.jsonl")
+        self._summary = folder / "summary.json"
+        self._lane = lane
+        self._metrics = metrics
+        self._started = self._at = time.perf_counter()
+        self._seconds = lane.seconds()
+        self._warm: tuple[Phases, dict[str, Phases]] | None = None
+        self._last: tuple[Phases, dict[str, Phases]] | None = None
+        self.figures: dict[str, Any] = {"idle": 0.0, "tokens_per_s": 0.0}
+        """Of the last step, for the heartbeat."""
+        metrics.watch(lane)
+
+    def event(self, event: str, **fields: Any) -> None:
+        """One line in the trainer's journal, and a counter of its kind."""
+        self._events.write(event, **fields)
+        self._metrics.count("trainer_events", help="Events by kind", kind=event)
+
+    @property
+    def cold(self) -> bool:
+        """No batch was formed yet."""
+        return self._warm is None
+
+    def warm(self, peers: Iterable[Peer]) -> None:
+        """The first batch is formed: idle waits count from here."""
+        self._warm = self._lane.seconds(), producer_phases(peers)
+
+    def step(self, batch: Batch, result: StepResult, peers: list[Peer]) -> None:
+        """One line and the metrics of a step that was made and published."""
+        now, seconds = time.perf_counter(), self._lane.seconds()
+        wall, idle = now - self._at, idle_fraction(seconds, self._seconds)
+        self._at, self._seconds = now, seconds
+        self._last = seconds, producer_phases(peers)
+        producers = [peer.state for peer in peers if peer.role == "producer" and peer.alive]
+        waits = [float(state["idle"]) for state in producers if "idle" in state]
+        generated = sum(float(state.get("tokens_per_s", 0.0)) for state in producers)
+        self.figures = {"idle": round(idle, 4), "tokens_per_s": round(result.tokens / wall, 1)}
+        idle_wait = {"trainer": round(idle, 4)} | ({"producers": round(sum(waits) / len(waits), 4)} if waits else {})
+        self._steps.write(
+            "step",
+            step=batch.version.step,
+            version=str(batch.version),
+            reward=round(result.reward, 4),
+            accuracy=round(result.right, 4),
+            loss=round(result.loss, 6),
+            grad_norm=round(result.grad_norm, 4),
+            lag=round(sum(batch.lags) / len(batch.lags), 2),
+            lag_histogram=histogram(batch.lags),
+            rollouts=result.rollouts,
+            without_advantage=result.without_advantage,
+            mismatch=round(result.mismatch, 4),
+            clipped=round(result.clipped, 4),
+            skipped=result.skipped,
+            trained_tokens_per_s=self.figures["tokens_per_s"],
+            generated_tokens_per_s=round(generated, 1),
+            packed_tokens=result.packed_tokens,
+            loss_tokens=result.loss_tokens,
+            idle_wait=idle_wait,
+            seconds=round(wall, 3),
+        )
+        self._measure(batch, result, wall)
+
+    def summarize(
+        self,
+        before: Result | None,
+        after: Result | None,
+        balance: Iterable[Balance],
+        steps: int,
+        exported: Path,
+        peers: list[Peer],
+    ) -> None:
+        """Write `summary.json`. Idle waits are from the first batch to the last step. Raises ServiceError."""
+        trainer, producers = self._since_warm()
+        seconds = {"trainer": trainer} | ({"producers": producers} if producers else {})
+        summary = {
+            "accuracy_before": before.accuracy if before else None,
+            "accuracy_after": after.accuracy if after else None,
+            "evaluation_samples": after.samples if after else 0,
+            "wall_s": round(time.perf_counter() - self._started, 1),
+            "steps": steps,
+            "idle_wait": {stage: round(idle_fraction(phases), 4) for stage, phases in seconds.items()},
+            "seconds": {
+                stage: {phase: round(spent, 2) for phase, spent in phases.items()} for stage, phases in seconds.items()
+            },
+            "balance": {
+                sheet.kind: {
+                    "admitted": sheet.admitted,
+                    "outstanding": sheet.outstanding,
+                    "verdicts": sheet.verdicts,
+                    "reasons": sheet.reasons,
+                    "closed": sheet.closed,
+                }
+                for sheet in balance
+            },
+            "examples": paired(before, after),
+            "export": str(exported),
+        }
+        try:
+            self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ServiceError(f"summary {self._summary} cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._steps.close()
+        self._events.close()
+
+    def _since_warm(self) -> tuple[Phases, Phases]:
+        if self._warm is None or self._last is None:
+            return {}, {}
+        producers: Phases = {}
+        for name, phases in self._last[1].items():
+            for phase, spent in difference(phases, self._warm[1].get(name, {})).items():
+                producers[phase] = producers.get(phase, 0.0) + spent
+        return difference(self._last[0], self._warm[0]), producers
+
+    def _measure(self, batch: Batch, result: StepResult, wall: float) -> None:
+        metrics = self._metrics
+        metrics.gauge("trainer_step", batch.version.step, help="Newest optimizer step")
+        for name, value in (
+            ("loss", result.loss),
+            ("reward", result.reward),
+            ("accuracy", result.right),
+            ("grad_norm", result.grad_norm),
+            ("mismatch", result.mismatch),
+            ("clipped", result.clipped),
+            ("tokens_per_s", result.tokens / wall),
+        ):
+            metrics.gauge(f"trainer_{name}", value)
+        metrics.count("trainer_steps", outcome=result.skipped or "moved", help="Optimizer steps by outcome")
+        metrics.count("trainer_rollouts", result.rollouts, help="Rollouts that were consumed")
+        metrics.count("trainer_rollouts_without_advantage", result.without_advantage)
+        metrics.count("trainer_tokens", result.tokens, help="Tokens of consumed rollouts")
+        metrics.count("trainer_packed_tokens", result.packed_tokens, help="Tokens that were computed")
+        metrics.observe("trainer_step_seconds", wall, buckets=SECONDS, help="Seconds from one step to the next")
+        for lag in batch.lags:
+            metrics.observe("trainer_lag", lag, buckets=LAGS, help="Lag of consumed groups, in steps")
+
+
+def producer_phases(peers: Iterable[Peer]) -> dict[str, Phases]:
+    """Seconds per phase of each producer's engine since its start, as its heartbeat says them under "seconds"."""
+    return {
+        peer.name: {str(phase): float(spent) for phase, spent in peer.state["seconds"].items()}
+        for peer in peers
+        if peer.role == "producer" and isinstance(peer.state.get("seconds"), Mapping)
+    }
+
+
+def difference(after: Phases, before: Phases) -> Phases:
+    """Seconds per phase between two readings."""
+    spent = {phase: seconds - before.get(phase, 0.0) for phase, seconds in after.items()}
+    return {phase: seconds for phase, seconds in spent.items() if seconds > 0}
