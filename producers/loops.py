@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -176,8 +176,7 @@ class Producer:
         try:
             await self._finished.wait()
         finally:
-            await self._say_goodbye()
-            await self.on_close()
+            await _whole(self._leave())
 
     def room(self) -> int:
         """Tasks to take now: none before a version is there, nor while a task waits for a newer one."""
@@ -242,6 +241,10 @@ class Producer:
             for job in late:
                 job.cancel()
 
+    async def _leave(self) -> None:
+        await self._say_goodbye()
+        await self.on_close()
+
     async def _say_goodbye(self) -> None:
         """Give back what is still held, and leave. A broker that is away finds out by the lease."""
         try:
@@ -249,6 +252,7 @@ class Producer:
                 if self.held:
                     await self.port.give_back(self.name, list(self.held))
                     self.gauges.event("gave_back", tasks=[held.delivery.task.task_id for held in self.held.values()])
+                    self.held.clear()
                 async with self._beating:
                     await self.port.retire(self.name)
         except (BrokerError, TimeoutError) as error:
@@ -318,3 +322,17 @@ async def _within(seconds: float, wait: Awaitable[object]) -> bool:
         await asyncio.wait_for(wait, seconds)
         return True
     return False
+
+
+async def _whole(work: Coroutine[Any, Any, None]) -> None:
+    """Do all of it even when cancelled meanwhile: a loop that failed cancels all others, also while they clean up."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
