@@ -78,7 +78,8 @@ class Settings:
 def holds_password(url: str) -> bool:
     """Also where it stands as a parameter, or where the URL has an `@` but no valid form."""
     parts = urlsplit(url)
-    return bool(parts.password) or "password" in parse_qs(parts.query) or (parts.scheme == "" and "@" in url)
+    malformed = parts.scheme not in ("redis", "rediss", "unix") and "@" in url
+    return bool(parts.password) or "password" in parse_qs(parts.query) or malformed
 
 
 async def start(service: Service, settings: Settings) -> Producer:
