@@ -120,7 +120,7 @@ def rollouts(
 @app.command()
 def stop(
     run: RunOption = None,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds before force is used.")] = 90.0,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds before force is used.")] = 150.0,
 ) -> None:
     """Stop a run: its producers drain, its trainer writes a checkpoint."""
     from deploy.ordering import stop as order_stop
@@ -151,6 +151,18 @@ def prepare() -> None:
     from deploy.inspection import prepare as prepare_small
 
     typer.echo(f"the small model is in {prepare_small()}")
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of this folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; replaced when it is there.")],
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder that transformers loads."""
+    from deploy.connections import local_run
+    from deploy.exporting import export_newest
+
+    typer.echo(f"exported {export_newest(local_run(run), out)}")
 
 
 @runs_app.command("list")

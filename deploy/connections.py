@@ -29,17 +29,23 @@ def named(run: str | None) -> str | None:
     return check_run_id(run) if run else None
 
 
+def local_run(run: str) -> RunFolder:
+    """The folder of a run of this working folder, live or not. Raises ConfigError when there is none."""
+    folder = RunFolder(runs_folder() / check_run_id(run))
+    if not folder.config_file.exists():
+        raise ConfigError(f"there is no run {run} in {folder.path.parent}; `headrace runs list` names all")
+    return folder
+
+
 def local_connection(run: str | None) -> Connection:
     """That of the named run, else of the newest live one. Raises ConfigError when there is none."""
-    runs = runs_folder()
     if run:
-        folder = RunFolder(runs / run)
-        if not folder.config_file.exists():
-            raise ConfigError(f"there is no run {run} in {runs}; `headrace runs list` names all")
+        folder = local_run(run)
         connection = folder.connection()
         if connection is None or not folder.live:
             raise ConfigError(f"run {run} is not running; `headrace up --resume --run {run}` goes on with it")
         return connection
+    runs = runs_folder()
     for folder in reversed(local_runs(runs)):
         if folder.live and (connection := folder.connection()):
             return connection

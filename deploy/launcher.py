@@ -25,8 +25,9 @@ from broker.messages import SCHEMA
 from deploy.cores import Cores, has_gpu
 from deploy.parts import Services
 from deploy.plan import Plan
-from deploy.progress import Fleet, Follower, step_line
+from deploy.progress import Fleet, Follower, newest_step, step_line
 from deploy.redis_server import RedisServer
+from deploy.report import sheet_fields
 from deploy.restarts import LIMITS
 from deploy.run_folder import write_json
 from deploy.scaling import JOIN_S, Scaling, surplus
@@ -43,8 +44,10 @@ LEASE_S = 10.0
 REDRAW_S = 0.25
 QUICK_S = 3.0
 """How long services may take to leave when there is nothing left to save."""
+TRAINER_S = 125.0
+"""How long the trainer may take for its step and checkpoint; a little longer than it allows itself."""
 GRACE_S = 15.0
-"""Beyond the drain time: for the trainer's checkpoint."""
+"""Beyond a producer's own drain time."""
 WEIGHTS_S = 10.0
 REDIS_S = 10.0
 
@@ -82,7 +85,7 @@ class Launcher:
         self._scalings: list[Scaling] = []
         self._answers: dict[str, str] = {}
         self._peers: list[Peer] = []
-        self._step = 0
+        self._step = newest_step(plan.folder.steps_file) or 0
         self._state = "starting"
         self._told_to_stop = ""
 
@@ -133,8 +136,12 @@ class Launcher:
         assert self._supervisor is not None
         try:
             async with asyncio.TaskGroup() as group:
-                for loop in (self._supervise, self._orders, self._pulse, self._watch):
+                for loop in (self._pulse, self._watch):
                     group.create_task(loop(), name=loop.__name__.strip("_"))
+                orders = group.create_task(self._orders(), name="orders")
+                await self._supervise()
+                # It may block for a while yet, and nobody obeys any more.
+                orders.cancel()
         except asyncio.CancelledError:
             # A second Ctrl-C: nothing is waited for any more.
             self._supervisor.kill_all(spare=("redis",))
@@ -164,7 +171,7 @@ class Launcher:
             else:
                 self.outcome.code = 0 if self._told_to_stop else 130
                 self.outcome.reason = f"stopped: {self._told_to_stop or 'interrupted'}"
-                await self._leave(self._plan.config.producer.drain_s + GRACE_S)
+                await self._leave(max(TRAINER_S, self._plan.config.producer.drain_s + GRACE_S))
             self._service.stop(self.outcome.reason)
         finally:
             over.cancel()
@@ -175,7 +182,7 @@ class Launcher:
         # What was ordered before this launcher came is not its business.
         while old := await self._operator.orders(after, 1):
             after = old[-1].order_id
-        while not self._service.stopping.is_set():
+        while True:
             for order in await self._operator.orders(after, self._plan.config.broker.stream_block_ms):
                 after = order.order_id
                 self._obey(order)
@@ -204,7 +211,7 @@ class Launcher:
 
     def _obey(self, order: Order) -> None:
         assert self._supervisor is not None
-        if order.kind == "stop" and not order.target:
+        if order.kind == "stop" and order.target in ("", NAME):
             self._told_to_stop = order.reason or "ordered"
             self._service.stop("a stop order")
         if order.kind != "scale" or order.target not in ("", "producer"):
@@ -308,15 +315,7 @@ class Launcher:
         """The balance for the summary; where the run was only stopped, how it can go on."""
         if self.outcome.reason != "finished":
             await self._operator.set_status("stopping", f"{self.outcome.reason}; `headrace up --resume` goes on")
-        self.outcome.balance = {
-            sheet.kind: {
-                "admitted": sheet.admitted,
-                "outstanding": sheet.outstanding,
-                "verdicts": sheet.verdicts,
-                "closed": sheet.closed,
-            }
-            for sheet in await self._operator.balance()
-        }
+        self.outcome.balance = {sheet.kind: sheet_fields(sheet) for sheet in await self._operator.balance()}
         await self._operator.retire(NAME)
 
     def summarize(self) -> dict[str, Any] | None:
@@ -326,7 +325,7 @@ class Launcher:
         if summary is None:
             return None
         summary["wall_s"] = round(self.outcome.wall_s, 1)
-        summary.setdefault("balance", self.outcome.balance)
+        summary["balance"] = self.outcome.balance or summary.get("balance")
         write_json(folder.summary_file, summary)
         return summary
 

@@ -80,7 +80,9 @@ async def _force(connection: Connection, gone: Callable[[], Awaitable[bool]]) ->
 async def _stop_remote(run: str | None, patience_s: float) -> str:
     """Ask every service of a run in a shared broker to leave, and wait until none is alive."""
     async with open_operator(run) as (run_id, operator):
-        await operator.order(Order("", "stop", reason="headrace stop"))
+        # A launcher stops its services in their order; without one each hears it for itself.
+        target = "launcher" if await _launcher(operator) is not None else ""
+        await operator.order(Order("", "stop", target=target, reason="headrace stop"))
         left: list[Peer] = []
 
         async def alone() -> bool:
@@ -96,7 +98,7 @@ async def _stop_remote(run: str | None, patience_s: float) -> str:
 
 async def _order_stop(run_id: str) -> None:
     async with open_operator(run_id) as (_, operator):
-        await operator.order(Order("", "stop", reason="headrace stop"))
+        await operator.order(Order("", "stop", target="launcher", reason="headrace stop"))
 
 
 async def _launcher(operator: OperatorPort) -> Peer | None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from broker.connect import connect_runs
 from deploy.inspection import Facts, inspect
 from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id, write_json
-from headrace.config import Config
+from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
 from headrace.errors import ConfigError, ServiceError
 
-MAY_CHANGE = frozenset({"run.folder", "run.steps", "producer.count", "telemetry.port"})
-"""Keys that `--resume` may give another value; everything else stays as the run was started."""
+MAY_CHANGE = frozenset({"producer.count", "telemetry.port"})
+"""Keys that `--resume` may give another value: those that only the launcher reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,11 @@ class Plan:
     """What a resumed run does differently, one sentence each."""
 
 
-def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime) -> Plan:
+def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | None = None) -> Plan:
     """Settle everything; nothing is left behind when it fails, else the folder exists and is locked.
 
-    Raises ConfigError, ModelError, EnvironmentLoadError, ServiceError.
+    `url` is a broker that must be there. Raises ConfigError, ModelError, EnvironmentLoadError, BrokerUnavailable,
+    ServiceError.
     """
     if wish.run_id:
         check_run_id(wish.run_id)
@@ -56,12 +61,22 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime) -> Plan:
         folder = _fresh(wish, runs, now)
         config = localized(resolved.config)
     check_ports(config)
+    if url:
+        asyncio.run(_reach(url, config.broker))
     facts = inspect(config)
     folder.make()
     folder.lock()
     write_json(folder.config_file, config.model_dump(mode="json"))
     write_json(folder.facts_file, asdict(facts))
     return Plan(config, folder, facts, wish.resume, changes)
+
+
+async def _reach(url: str, config: BrokerConfig) -> None:
+    runs = connect_runs(url, config)
+    try:
+        await runs.ping()
+    finally:
+        await runs.close()
 
 
 def _fresh(wish: Wish, runs: Path, now: datetime) -> RunFolder:
@@ -101,7 +116,12 @@ def merged(stored: dict[str, Any], resolved: Resolved) -> tuple[Config, tuple[st
                 )
             overrides[name] = wanted[name]
             changes.append(f"{name} is now {wanted[name]!r}, was {present.get(name)!r}")
-    tree = Config.model_validate(stored).model_dump(mode="json")
+    try:
+        tree = Config.model_validate(stored).model_dump(mode="json")
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"the stored configuration is of another headrace: {key}: {first['msg']}") from None
     for name, value in overrides.items():
         section, leaf = name.split(".")
         tree[section][leaf] = value
@@ -141,9 +161,3 @@ def check_ports(config: Config) -> None:
                     f"port {port} on {config.telemetry.host} is taken (telemetry.port = {config.telemetry.port} and "
                     f"the ports after it, one per service): {error}; choose another, or 0 for free ones"
                 ) from error
-
-
-def thread_settings(threads: int) -> Sequence[tuple[str, str]]:
-    """Environment variables that hold numeric libraries to so many threads."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
-    return [(name, str(threads)) for name in names]

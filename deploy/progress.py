@@ -34,6 +34,15 @@ class Follower:
         return [fields for line in whole.splitlines() if (fields := _fields(line)) is not None]
 
 
+def newest_step(file: Path) -> int | None:
+    """The step of the file's last line; None for a run that made none."""
+    follower = Follower(file)
+    step = None
+    while lines := follower.read():
+        step = lines[-1].get("step", step)
+    return step
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """All producers together, as they say themselves."""
@@ -68,6 +77,8 @@ def step_line(fields: dict[str, Any], steps: int, fleet: Fleet) -> str:
         f"tokens/s: generated {_number(generated, '4.0f')} trained {_number(trained, '4.0f')}",
         f"idle: producers {_number(producers_idle, '4.0%')} trainer {_number(idle.get('trainer'), '4.0%')}",
     ]
+    if fields.get("skipped"):
+        parts.append(f"skipped: {fields['skipped']}")
     return "  ".join(parts)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from broker.api import Balance
 
 _MOST_EXAMPLES = 4
 
@@ -22,7 +25,7 @@ def report(summary: dict[str, Any]) -> RenderableType:
 
 
 def print_report(console: Console, summary: dict[str, Any]) -> None:
-    console.print(report(summary))
+    console.print(report(summary), soft_wrap=False)
 
 
 def _figures(summary: dict[str, Any]) -> RenderableType:
@@ -38,6 +41,11 @@ def _figures(summary: dict[str, Any]) -> RenderableType:
     if summary.get("export"):
         table.add_row("exported model", Text(str(summary["export"]), overflow="fold"))
     return table
+
+
+def sheet_fields(sheet: Balance) -> dict[str, Any]:
+    """A balance sheet, JSON-able."""
+    return {**asdict(sheet), "closed": sheet.closed}
 
 
 def balance_line(sheet: dict[str, Any]) -> str:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.errors import ConfigError, EnvironmentLoadError, ModelError, Refused, ServiceError
+from headrace.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvironmentLoadError,
+    Fenced,
+    ModelError,
+    Refused,
+    ServiceError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +35,10 @@ LIMITS = {
     "redis": RestartLimits(in_a_row=3, in_total=10),
 }
 
-HOPELESS_CODES = frozenset(error.exit_code for error in (ConfigError, ModelError, EnvironmentLoadError))
-"""What a service exits with when the same start would fail again."""
+HOPELESS_CODES = frozenset(
+    error.exit_code for error in (ConfigError, ModelError, EnvironmentLoadError, CheckpointError, Fenced)
+)
+"""What a service exits with when the same start would fail again, or take the run from a newer trainer."""
 
 HOPELESS_AT_START = frozenset({Refused.exit_code, ServiceError.exit_code})
 """The same, for one that never joined: refused, or its port is taken."""

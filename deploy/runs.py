@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from broker.api import Runs
-from deploy.progress import Follower
+from deploy.progress import newest_step
 from deploy.run_folder import RunFolder, local_runs
 from headrace.errors import ConfigError, ServiceError
 from weightsync.arena import Arena
@@ -36,15 +36,6 @@ async def rows(folder: Path, broker: Runs | None) -> list[RunRow]:
 def _row(run: RunFolder) -> RunRow:
     ended = "finished" if run.summary_file.exists() else "stopped"
     return RunRow(run.run_id, "running" if run.live else ended, newest_step(run.steps_file), str(run.path))
-
-
-def newest_step(file: Path) -> int | None:
-    """The step of the file's last line; None for a run that made none."""
-    follower = Follower(file)
-    step = None
-    while lines := follower.read():
-        step = lines[-1].get("step", step)
-    return step
 
 
 async def delete(run_id: str, folder: Path, broker: Runs | None) -> str:

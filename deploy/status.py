@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.api import OperatorPort
-from deploy.report import balance_line
+from deploy.report import balance_line, sheet_fields
 
 
 async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
@@ -21,16 +21,7 @@ async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
         **asdict(state),
         "processes": [_process(asdict(peer), state.step) for peer in sorted(peers, key=lambda peer: peer.name)],
         "queues": asdict(await operator.depths()),
-        "balance": {
-            sheet.kind: {
-                "admitted": sheet.admitted,
-                "outstanding": sheet.outstanding,
-                "verdicts": sheet.verdicts,
-                "reasons": sheet.reasons,
-                "closed": sheet.closed,
-            }
-            for sheet in await operator.balance()
-        },
+        "balance": {sheet.kind: sheet_fields(sheet) for sheet in await operator.balance()},
     }
 
 

@@ -30,9 +30,8 @@ def up(wish: Wish) -> int:
     # Until the event loop handles signals, SIGTERM unwinds as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(soft_wrap=True, highlight=False)
-    if wish.resume is False:
-        console.print("preparing the model", style="dim")
-    plan = make_plan(wish, os.environ, datetime.now())
+    console.print("looking at model and environments", style="dim")
+    plan = make_plan(wish, os.environ, datetime.now(), os.environ.get(NAME_OF_URL))
     _log_to(plan.folder.log("launcher"))
     with ExitStack() as stack:
         stack.callback(plan.folder.unlock)

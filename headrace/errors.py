@@ -44,7 +44,8 @@ class BrokerUnavailable(BrokerError):
 
 
 class Fenced(BrokerError):
-    pass
+    # Its own code: whoever started this trainer must not start it again.
+    exit_code = 8
 
 
 class Refused(BrokerError):

@@ -414,6 +414,7 @@ def test_a_redis_that_cannot_be_reached_is_one_sentence(url: str, sentence: str,
     assert process.returncode in (2, 3)
     assert sentence in err
     assert "secret-word" not in out + err
+    assert not (project.folder / "runs").exists()
     assert len(err.splitlines()) == 1
     assert project.processes() == []
 

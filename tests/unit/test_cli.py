@@ -61,7 +61,7 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     [
         (("bogus",), "No such command 'bogus'"),
         (("up", "--bogus"), "No such option: --bogus"),
-        (("up", "--steps", "many"), "many"),
+        (("up", "--steps", "many"), "Invalid value for '--steps'"),
         (("scale", "consumer", "2"), "'consumer' cannot be scaled; only producer can"),
         (("scale", "producer", "-1"), "-1"),
         (("runs", "delete"), "Missing argument"),

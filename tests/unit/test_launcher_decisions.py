@@ -51,7 +51,7 @@ def test_a_long_life_without_joining_is_not_settled() -> None:
     assert isinstance(decide([Death(-9, 1e4, joined=False)] * 3, LIMIT), GiveUp)
 
 
-@pytest.mark.parametrize("code", [2, 3, 7])
+@pytest.mark.parametrize("code", [2, 3, 6, 7, 8])
 def test_what_would_fail_again_is_not_tried(code: int) -> None:
     assert isinstance(decide([early(code)], LIMIT), GiveUp)
 
@@ -134,9 +134,9 @@ def test_a_resumed_run_keeps_its_configuration() -> None:
     stored = resolve(None, {}, ["trainer.learning_rate=3e-6", "run.steps=10"]).config.model_dump(mode="json")
     config, changes = merged(stored, resolve(None, {}, []))
     assert (config.trainer.learning_rate, changes) == (3e-6, ())
-    config, changes = merged(stored, resolve(None, {}, ["run.steps=20", "trainer.learning_rate=3e-6"]))
-    assert (config.run.steps, config.trainer.learning_rate) == (20, 3e-6)
-    assert changes == ("run.steps is now 20, was 10",)
+    config, changes = merged(stored, resolve(None, {}, ["producer.count=3", "trainer.learning_rate=3e-6"]))
+    assert (config.producer.count, config.trainer.learning_rate) == (3, 3e-6)
+    assert changes == ("producer.count is now 3, was 1",)
     with pytest.raises(ConfigError, match=r"trainer.learning_rate = 1e-05 \(from command line\) differs from .* 3e-06"):
         merged(stored, resolve(None, {}, ["trainer.learning_rate=1e-5"]))
 

@@ -1,0 +1,59 @@
+"""`headrace export`: the newest checkpoint of a run as a model folder.
+
+A process of its own writes it, because that loads torch:
+
+python -m deploy.exporting CHECKPOINT MODEL OUT
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy.run_folder import RunFolder
+from headrace.errors import CheckpointError, HeadraceError, ModelError
+
+_LONGEST_S = 3600.0
+
+
+def export_newest(run: RunFolder, out: Path) -> Path:
+    """Raises CheckpointError with the reason when there is no checkpoint, or it cannot be exported."""
+    facts = run.read_json(run.facts_file)
+    if facts is None:
+        raise ModelError(f"run {run.run_id} does not say where its model lies ({run.facts_file} is missing)")
+    arguments = [str(run.path), facts["folder"], str(out.absolute())]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.exporting", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(f"exporting run {run.run_id} was not done after {_LONGEST_S:.0f} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise CheckpointError(lines[-1] if lines else f"exporting run {run.run_id} failed, exit {done.returncode}")
+    return out.absolute()
+
+
+def main(folder: Path, model_folder: Path, out: Path) -> int:
+    from consumers import checkpoint
+    from consumers.export import export
+
+    found = checkpoint.newest(folder)
+    try:
+        if found is None:
+            raise CheckpointError(f"run {folder.name} has no checkpoint yet")
+        export(found[1], model_folder, out)
+    except HeadraceError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(Path(argument) for argument in sys.argv[1:4])))
