@@ -41,17 +41,19 @@ def _scripted(config: Config, model_folder: Path, seed: int) -> Engine:
 
 
 def _torch(config: Config, model_folder: Path, seed: int) -> Engine:
+    from headrace.policy.loading import load_tokenizer
     from producers.engines.torch_engine import TorchEngine
 
+    tokenizer = load_tokenizer(model_folder)
     return TorchEngine(
         model_folder,
         slots=config.producer.slots,
         context_length=config.model.context_length,
         dtype=config.model.dtype,
-        wire_dtype=config.model.wire_dtype,
         device=config.model.device,
         threads=config.producer.threads,
         seed=seed,
+        decode=lambda token_ids: str(tokenizer.decode(token_ids)),
         **config.producer.engine_options,
     )
 

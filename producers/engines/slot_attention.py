@@ -1,0 +1,206 @@
+"""Attention of one mixed step: one new token of each decoding slot, then chunks of prompts, all in one forward pass.
+
+Registered with transformers as "headrace_slots", so that any model that takes attention functions serves. Keys and
+values of the new tokens are written to the page pool first. Decoding rows then attend page by page: one batched
+product over all pages in use, a softmax over the pages of each row, a second product, and a sum over pages; only
+live context is read. Suffixes: T tokens of the step, B decoding rows, N pages, H heads,
+K key-value heads, G heads per key-value head, P tokens of a page, C tokens of a chunk, L its context, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import embedding_bag
+
+from headrace.errors import ModelError
+from producers.engines.kv_pages import PAGE, Ints, PagePool, PageTable
+
+NAME = "headrace_slots"
+ROUND_PAGES = 8
+"""N is rounded up to a multiple: each new shape costs a kernel generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a prompt in this step: tokens `start` to `start + count` of the sequence in `slot`."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePages:
+    """How the pages in use belong to the B decoding rows."""
+
+    count: int
+    """N: pages of the pool up to the last one in use. Pages of no row in between are read and not used."""
+    row_of_page_N: torch.Tensor
+    bias_N1P: torch.Tensor
+    """float32: 0 where the page's token is in the row's context, else -inf."""
+    pages_by_row: torch.Tensor
+    """All pages of row 0, then all of row 1, and so on."""
+    starts_B: torch.Tensor
+    """Where each row begins in `pages_by_row`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkKeys:
+    """One chunk's place in the step and in the cache."""
+
+    begin: int
+    count: int
+    context: int
+    pages: torch.Tensor | None
+    """Pages that hold its context; None for a whole prompt, whose keys are all in this step."""
+    bias_CL: torch.Tensor
+    """float32: 0 where a token of the chunk sees a token of the context, else -inf."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAttention:
+    """What all layers of one step share."""
+
+    pool: PagePool
+    rows: int
+    write_rows: torch.Tensor
+    decode: DecodePages | None
+    chunks: tuple[ChunkKeys, ...]
+
+
+def plan_attention(
+    pool: PagePool, table: PageTable, decode_slots_B: Ints, lengths_B: Ints, chunks: list[Chunk]
+) -> StepAttention:
+    """Lay out a step. `lengths_B` are the contexts of the decoding rows, the new token included.
+
+    All pages must have been given already.
+    """
+    slots_T, positions_T = token_places(decode_slots_B, lengths_B, chunks)
+    write_rows = pool.rows_of(table.table_SM[slots_T, positions_T // PAGE], positions_T % PAGE)
+    device = pool.memory.device
+    decode = _decode_pages(table, decode_slots_B, lengths_B, device) if len(decode_slots_B) else None
+    keys, begin = [], len(decode_slots_B)
+    for chunk in chunks:
+        keys.append(_chunk_keys(table, chunk, begin, device))
+        begin += chunk.count
+    rows = torch.as_tensor(write_rows, device=device)
+    return StepAttention(pool, len(decode_slots_B), rows, decode, tuple(keys))
+
+
+def token_places(decode_slots_B: Ints, lengths_B: Ints, chunks: list[Chunk]) -> tuple[Ints, Ints]:
+    """Slot and position of each of the step's T tokens."""
+    slots = [decode_slots_B, *(np.full(chunk.count, chunk.slot, np.int64) for chunk in chunks)]
+    positions = [lengths_B - 1, *(np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks)]
+    return np.concatenate(slots), np.concatenate(positions)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    headrace_step: StepAttention,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers: query [1, H, T, D], key and value [1, K, T, D] to [1, T, H, D]."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} uses {name}, which the torch engine's attention does not know")
+    step = headrace_step
+    q_THD = query[0].transpose(0, 1)
+    k_TKD, v_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    k_pages, v_pages = step.pool.layer(module.layer_idx)  # type: ignore[arg-type]
+    dim = k_pages.shape[-1]
+    k_pages.view(-1, dim)[step.write_rows] = k_TKD.reshape(-1, dim).to(k_pages.dtype)
+    v_pages.view(-1, dim)[step.write_rows] = v_TKD.reshape(-1, dim)
+    outputs = []
+    if step.decode is not None:
+        q_BHD = (q_THD[: step.rows] * scaling).to(k_pages.dtype)
+        outputs.append(_attend_pages(q_BHD, k_pages, v_pages, step.decode))
+    for chunk in step.chunks:
+        span = slice(chunk.begin, chunk.begin + chunk.count)
+        q_CHD = (q_THD[span] * scaling).to(k_pages.dtype)
+        if chunk.pages is None:
+            k_LKD, v_LKD = k_TKD[span].to(k_pages.dtype), v_TKD[span]
+        else:
+            k_LKD, v_LKD = _gather(k_pages, chunk), _gather(v_pages, chunk)
+        outputs.append(_attend_chunk(q_CHD, k_LKD, v_LKD, chunk.bias_CL))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def _attend_pages(
+    q_BHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, pages: DecodePages
+) -> torch.Tensor:
+    """[B, H, D]: softmax-weighted values, with each page's part rescaled to its row's maximum."""
+    count, (rows, heads, dim), kv_heads = pages.count, q_BHD.shape, k_pages.shape[1]
+    q_XGD = q_BHD.index_select(0, pages.row_of_page_N).view(count * kv_heads, -1, dim)
+    k_XPD = k_pages[:count].view(-1, PAGE, dim)
+    scores_NHP = torch.bmm(q_XGD, k_XPD.transpose(1, 2)).view(count, heads, PAGE) + pages.bias_N1P
+    peak_BH = _by_row(scores_NHP.amax(dim=-1), pages, "max")
+    weights_NHP = scores_NHP.sub_(peak_BH.index_select(0, pages.row_of_page_N)[:, :, None]).exp_()
+    total_BH = _by_row(weights_NHP.sum(dim=-1), pages, "sum")
+    weights_XGP = weights_NHP.to(v_pages.dtype).view(count * kv_heads, -1, PAGE)
+    parts_NR = torch.bmm(weights_XGP, v_pages[:count].view(-1, PAGE, dim)).view(count, heads * dim)
+    sums_BHD = _by_row(parts_NR, pages, "sum").view(rows, heads, dim)
+    return (sums_BHD / total_BH[:, :, None]).to(q_BHD.dtype)
+
+
+def _by_row(parts_NX: torch.Tensor, pages: DecodePages, mode: str) -> torch.Tensor:
+    """[B, X]: sum or maximum over the pages of each row (several times faster here than scatter or one-hot product)."""
+    return embedding_bag(pages.pages_by_row, parts_NX, pages.starts_B, mode=mode)
+
+
+def _attend_chunk(q_CHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, bias_CL: torch.Tensor) -> torch.Tensor:
+    """[C, H, D]: heads that share keys are rows of one masked product."""
+    count, heads, dim = q_CHD.shape
+    context, kv_heads = k_LKD.shape[:2]
+    q_KRD = q_CHD.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    scores_KRL = torch.bmm(q_KRD, k_LKD.permute(1, 2, 0))
+    scores_KGCL = scores_KRL.view(kv_heads, -1, count, context) + bias_CL
+    weights_KRL = scores_KGCL.softmax(dim=-1, dtype=torch.float32).to(v_LKD.dtype).view(kv_heads, -1, context)
+    out_KRD = torch.bmm(weights_KRL, v_LKD.transpose(0, 1))
+    return out_KRD.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
+
+
+def _gather(pages: torch.Tensor, chunk: ChunkKeys) -> torch.Tensor:
+    """The context of a chunk from its pages: [L, K, D]."""
+    assert chunk.pages is not None
+    held = pages.index_select(0, chunk.pages).transpose(1, 2)
+    return held.reshape(-1, held.shape[2], held.shape[3])[: chunk.context]
+
+
+def _decode_pages(table: PageTable, slots_B: Ints, lengths_B: Ints, device: torch.device) -> DecodePages:
+    counts_B = table.counts_S[slots_B]
+    rows = np.repeat(np.arange(len(slots_B)), counts_B)
+    order = np.arange(len(rows)) - np.repeat(np.cumsum(counts_B) - counts_B, counts_B)
+    pages = table.table_SM[slots_B[rows], order]
+    used = int(pages.max()) + 1
+    count = min(-(-used // ROUND_PAGES) * ROUND_PAGES, table.pages)
+    row_of_page_N = np.zeros(count, np.int64)
+    row_of_page_N[pages] = rows
+    valid_N = np.zeros(count, np.int64)
+    valid_N[pages] = lengths_B[rows] - order * PAGE
+    bias_NP = np.where(np.arange(PAGE) < valid_N[:, None], np.float32(0), np.float32(-np.inf))
+    return DecodePages(
+        count=count,
+        row_of_page_N=torch.as_tensor(row_of_page_N, device=device),
+        bias_N1P=torch.as_tensor(bias_NP, device=device)[:, None, :],
+        pages_by_row=torch.as_tensor(pages, device=device),
+        starts_B=torch.as_tensor(np.cumsum(counts_B) - counts_B, device=device),
+    )
+
+
+def _chunk_keys(table: PageTable, chunk: Chunk, begin: int, device: torch.device) -> ChunkKeys:
+    context = chunk.start + chunk.count
+    whole = chunk.start == 0
+    sees_CL = torch.ones(chunk.count, context, dtype=torch.bool, device=device).tril(chunk.start)
+    bias_CL = torch.zeros(chunk.count, context, device=device).masked_fill_(~sees_CL, float("-inf"))
+    pages = None if whole else torch.as_tensor(table.held(chunk.slot)[: -(-context // PAGE)], device=device)
+    return ChunkKeys(begin, chunk.count, context, pages, bias_CL)

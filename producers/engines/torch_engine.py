@@ -1,0 +1,236 @@
+"""The embedded engine: any Llama-like Hugging Face causal LM, decoded in slots in a thread of this process.
+
+Wait graph: each `generate` waits for its future, `commit` for the swap's report; both are completed on the event loop
+by what the decode thread reports (`producers/engines/decode_loop.py`), or failed when that thread breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import EngineError, ModelError
+from headrace.telemetry.phases import Lane
+from headrace.version import PolicyVersion
+from producers.engines.api import Completion, EngineStats, Request
+from producers.engines.decode_loop import Abort, Close, DecodeLoop, Finished, Submit, Swap, Swapped
+from producers.engines.seeds import request_seed
+from producers.engines.sequences import Sequence
+from producers.engines.stops import Decode
+from producers.engines.weights import EngineWeights
+from weightsync.manifest import Layout
+
+log = logging.getLogger(__name__)
+
+
+class TorchEngine:
+    """Decodes `slots` sequences together and refills each slot the moment its sequence ends.
+
+    The model of `folder` is there from `start` on, but nothing is sampled before a first `commit`; one without a
+    staged back buffer names the version of the weights that are there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int = 32,
+        context_length: int = 512,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int = 1,
+        seed: int = 0,
+        prefill_budget: int = 256,
+        decode: Decode | None = None,
+    ) -> None:
+        """`prefill_budget`: prompt tokens of one step at most. `decode`: token ids to text, for stop strings."""
+        if prefill_budget < 1:
+            raise ModelError(f"producer.engine_options.prefill_budget = {prefill_budget} must be at least 1")
+        self._folder = folder
+        self._slots = slots
+        self._context_length = context_length
+        self._dtype = dtype
+        self._device = device
+        self._threads = threads
+        self._seed = seed
+        self._budget = prefill_budget
+        self._decode = decode
+        self._version: PolicyVersion | None = None
+        self._tickets = itertools.count()
+        self._open: dict[int, tuple[str, asyncio.Future[Completion]]] = {}
+        self._swap: asyncio.Future[float] | None = None
+        self._committing = asyncio.Lock()
+        self._thread: threading.Thread | None = None
+        self._ended: asyncio.Event = asyncio.Event()
+        self._broken: EngineError | None = None
+        self._closed = False
+        self.lane = Lane("engine", "start")
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        return self._version
+
+    async def start(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._build)
+        self._thread = threading.Thread(target=self._run, name="headrace-decode", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: Request) -> Completion:
+        sequence = self._admit(request)
+        if sequence.limit <= 0:
+            return sequence.complete("length", time.perf_counter())
+        done: asyncio.Future[Completion] = self._event_loop.create_future()
+        self._open[sequence.ticket] = request.request_id, done
+        self.loop.send(Submit(sequence))
+        try:
+            return await done
+        finally:
+            if self._open.pop(sequence.ticket, None) is not None:
+                self.loop.send(Abort(sequence.ticket))  # the caller was cancelled
+
+    def abort(self, request_id: str) -> None:
+        for ticket, (name, _) in self._open.items():
+            if name == request_id:
+                self.loop.send(Abort(ticket))
+
+    def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
+        return self._weights.stage(layout)
+
+    async def commit(self, version: PolicyVersion) -> float:
+        async with self._committing:
+            self._check_running()
+            swap = Swap(version, lambda: None)
+            if self._weights.staged:
+                prepared = await asyncio.to_thread(self._weights.prepare)
+                swap = Swap(version, lambda: self._weights.swap(prepared))
+            self._swap = self._event_loop.create_future()
+            self._check_running()
+            self.loop.send(swap)
+            return await self._swap
+
+    def stats(self) -> EngineStats:
+        return self.loop.stats()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._thread is not None and not self._ended.is_set():
+            self.loop.send(Close())
+            await self._ended.wait()
+
+    def _build(self) -> None:
+        """Load the model and lay out weights and cache; takes seconds."""
+        import torch
+        from transformers import AutoConfig
+
+        from headrace.policy.dtype import compute_dtype
+        from headrace.policy.loading import load_model
+        from producers.engines.model_runner import ModelRunner
+
+        torch.set_num_threads(self._threads)
+        device = self._device
+        if device == "auto":
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        config = AutoConfig.from_pretrained(self._folder, local_files_only=True).get_text_config()
+        hidden = config.hidden_size
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        dtype = compute_dtype(self._dtype, device, hidden, inner, rows=self._slots)
+        model = load_model(self._folder, dtype, device)
+        self._runner = ModelRunner(model, self._slots, self._context_length)
+        self._weights = EngineWeights(model)
+        self.loop = DecodeLoop(
+            self._runner,
+            slots=self._slots,
+            budget=self._budget,
+            report=self._report,
+            lane=self.lane,
+            decode=self._decode,
+        )
+
+    def _admit(self, request: Request) -> Sequence:
+        """Raises EngineError for a request that would break the batch it is in."""
+        self._check_running()
+        if self._version is None:
+            raise EngineError("the torch engine has no policy version yet; commit one first")
+        prompt, sampling = request.prompt_ids_P, request.sampling
+        if len(prompt) == 0:
+            raise EngineError(f"request {request.request_id} has an empty prompt")
+        if prompt.min() < 0 or prompt.max() >= self._runner.vocabulary:
+            raise EngineError(
+                f"request {request.request_id} holds token {prompt.max()}, beyond the model's vocabulary of "
+                f"{self._runner.vocabulary}"
+            )
+        if sampling.stop and self._decode is None:
+            raise EngineError(f"request {request.request_id} has stop strings, for which the engine has no tokenizer")
+        return Sequence(
+            ticket=next(self._tickets),
+            request=request,
+            seed=request_seed(request, self._seed),
+            limit=min(sampling.max_new_tokens, self._context_length - len(prompt)),
+            asked_at=time.perf_counter(),
+            prompt_key=prompt.tobytes(),
+        )
+
+    def _check_running(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._closed or self._thread is None:
+            raise EngineError("the torch engine is not running")
+
+    def _run(self) -> None:
+        """The decode thread. Whatever breaks it must reach everybody who waits for it."""
+        import torch
+
+        torch.set_flush_denormal(True)  # exp() of far-off scores is denormal, and then a hundred times slower
+        broken: EngineError | None = None
+        try:
+            self.loop.run()
+        except Exception as error:
+            log.exception("the decode thread broke")
+            broken = EngineError(f"the decode thread of the torch engine broke: {type(error).__name__}: {error}")
+        self._post(self._on_end, broken)
+
+    def _report(self, events: list[Finished | Swapped]) -> None:
+        self._post(self._on_events, events)
+
+    def _post(self, call, argument) -> None:  # type: ignore[no-untyped-def]
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(call, argument)
+
+    def _on_events(self, events: list[Finished | Swapped]) -> None:
+        for event in events:
+            if isinstance(event, Swapped):
+                self._version = event.version
+                if self._swap is not None and not self._swap.done():
+                    self._swap.set_result(event.seconds)
+                continue
+            _, done = self._open.pop(event.ticket, ("", None))
+            if done is not None and not done.done():
+                done.set_result(event.completion)
+
+    def _on_end(self, broken: EngineError | None) -> None:
+        self._broken = broken
+        self._ended.set()
+        reason = broken or EngineError("the torch engine was closed")
+        waiting: list[asyncio.Future[Completion] | asyncio.Future[float]] = [done for _, done in self._open.values()]
+        self._open.clear()
+        if self._swap is not None:
+            waiting.append(self._swap)
+        for future in waiting:
+            if not future.done():
+                future.set_exception(reason)
