@@ -179,7 +179,7 @@ class RunStore:
         """Those that another trainer's consumer holds first, then new ones."""
         unsettled = [entry for entry in self.groups.values() if not entry.settled]
         found = [entry for entry in unsettled if entry.consumer not in ("", consumer)]
-        found += [entry for entry in unsettled if not entry.consumer][:count]
+        found += [entry for entry in unsettled if not entry.consumer][: max(0, count - len(found))]
         for entry in found:
             entry.consumer = consumer
         return [entry.arrival for entry in found]
@@ -204,7 +204,10 @@ class RunStore:
             entry = StepEntry(known.entry_id, entry.task_id, entry.verdict, entry.reason)
             self.tasks.pop(known.entry_id, None)
         group = self.groups.get(entry.entry_id)
-        if group is not None and not group.settled:
+        if group is not None and not group.consumer:
+            # Nobody has read it, and nobody shall.
+            del self.groups[entry.entry_id]
+        elif group is not None and not group.settled:
             group.settled = True
             self.settled.append(entry.entry_id)
             while len(self.settled) > KEEP_SETTLED:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -96,9 +98,9 @@ class Connection:
             now = time.monotonic()
             if give_up is None:
                 give_up = now + self._patience_s
-                log.warning("%s; trying again for %.0f s", self._sentence(failure), self._patience_s)
+                log.warning("%s; trying again for %g s", self._sentence(failure), self._patience_s)
             elif now >= give_up:
-                raise BrokerUnavailable(f"{self._sentence(failure)}; gave up after {self._patience_s:.0f} s")
+                raise BrokerUnavailable(f"{self._sentence(failure)}; gave up after {self._patience_s:g} s")
             await asyncio.sleep(min(backoff_s, give_up - now + 0.01) * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
@@ -178,6 +180,6 @@ def _cause(error: Exception) -> str:
     root: BaseException | None = error
     while root is not None and not isinstance(root, OSError):
         root = root.__cause__ or root.__context__
-    if isinstance(root, OSError) and root.strerror:
-        return root.strerror
-    return "connection lost"
+    if isinstance(root, OSError) and root.errno and not isinstance(root, socket.gaierror):
+        return os.strerror(root.errno)
+    return (isinstance(root, OSError) and root.strerror) or "connection lost"

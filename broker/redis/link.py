@@ -52,6 +52,10 @@ class Link:
         command = self.evalsha(name, *args, fence=fence)
         return await self.call(lambda: self.connection.execute(*command))
 
+    async def once(self, command: tuple[Any, ...]) -> Any:
+        """One command, tried once: for steps of a `call` that must know when a reply was lost."""
+        return await self.connection.execute(*command)
+
     async def send(self, *command: Any) -> Any:
         """One command."""
         return await self.call(lambda: self.connection.execute(*command))

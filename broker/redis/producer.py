@@ -41,11 +41,7 @@ class RedisProducer(RedisService):
     async def take(self, producer: str, count: int, block_ms: int) -> list[TaskDelivery]:
         if count < 1:
             return []
-        lost, self._take_lost = self._take_lost, True
-        taken = await self._take_now(producer, count, lost)
-        if not taken and block_ms > 0:
-            taken = await self._take_next(producer, count, block_ms)
-        self._take_lost = False
+        taken = await self._link.call(lambda: self._take_once(producer, count, block_ms))
         self._holding.update(entry.entry_id for entry in taken)
         deliveries = []
         for entry in taken:
@@ -87,35 +83,28 @@ class RedisProducer(RedisService):
         await self._link.script("give_back", producer, *entry_ids)
         self._holding.difference_update(entry_ids)
 
-    async def _take_now(self, producer: str, count: int, reply_lost: bool) -> list[Taken]:
-        """Without waiting: tasks of the dead, what a lost reply carried, then new ones."""
-        now_ms, rows = await self._link.script(
-            "take",
-            producer,
-            self._link.keys.beats,
-            milliseconds(self._lease_s),
-            count,
-            int(reply_lost),
-            *(self._holding if reply_lost else ()),
+    async def _take_once(self, producer: str, count: int, block_ms: int) -> list[Taken]:
+        """Without waiting, tasks of the dead, what a lost reply carried, and new ones; if there are none, wait for one.
+
+        Tried again by the caller when the connection fails: then `_take_lost` says that a reply may be lost.
+        """
+        lost, self._take_lost = self._take_lost, True
+        holding = self._holding if lost else ()
+        beats, lease_ms = self._link.keys.beats, milliseconds(self._lease_s)
+        now_ms, rows = await self._link.once(
+            self._link.evalsha("take", producer, beats, lease_ms, count, int(lost), *holding)
         )
         self._clock_ms = now_ms - time.monotonic() * 1000
-        return [_taken(text(entry_id), deliveries, fields_of(flat)) for entry_id, deliveries, flat in rows]
-
-    async def _take_next(self, producer: str, count: int, block_ms: int) -> list[Taken]:
-        reply = await self._link.send(
-            "XREADGROUP",
-            "GROUP",
-            "producers",
-            producer,
-            "COUNT",
-            count,
-            "BLOCK",
-            self._link.block_ms(block_ms),
-            "STREAMS",
-            self._link.keys.of("tasks"),
-            ">",
-        )
-        return [_taken(entry_id, 1, fields) for entry_id, fields in stream_entries(reply)]
+        taken = [_taken(text(entry_id), deliveries, fields_of(flat)) for entry_id, deliveries, flat in rows]
+        if not taken and block_ms > 0:
+            block = ("COUNT", count, "BLOCK", self._link.block_ms(block_ms))
+            stream = self._link.keys.of("tasks")
+            reply = await self._link.once(
+                ("XREADGROUP", "GROUP", "producers", producer, *block, "STREAMS", stream, ">")
+            )
+            taken = [_taken(entry_id, 1, fields) for entry_id, fields in stream_entries(reply)]
+        self._take_lost = False
+        return taken
 
     async def _accept(self, producer: str, taken: Taken) -> TaskDelivery | None:
         """The delivery; None for a task that nobody will play, which is then settled by rule."""

@@ -46,15 +46,7 @@ class RedisTrainer(RedisService):
     async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
         if count < 1:
             return []
-        lost, self._groups_lost = self._groups_lost, True
-        adopt = self._link.evalsha("adopt", _consumer(fence), BATCH, fence=fence)
-        adopted, reply = await self._link.pipeline(adopt, self._read(fence, count, None))
-        entries = stream_entries(reply)
-        if adopted or lost:
-            entries = await self._missed(fence, {entry_id for entry_id, _ in entries}) + entries
-        if not entries and block_ms > 0:
-            entries = stream_entries(await self._link.send(*self._read(fence, count, block_ms)))
-        self._groups_lost = False
+        entries = await self._link.call(lambda: self._take_groups_once(fence, count, block_ms))
         return await self._deliver(fence, entries)
 
     async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
@@ -95,14 +87,29 @@ class RedisTrainer(RedisService):
         stream = self._link.keys.of("groups")
         return "XREADGROUP", "GROUP", "trainer", _consumer(fence), "COUNT", count, *block, "STREAMS", stream, after
 
-    async def _missed(self, fence: Fence, seen: set[str]) -> list[Entry]:
+    async def _take_groups_once(self, fence: Fence, count: int, block_ms: int) -> list[Entry]:
+        """Tried again by the caller when the connection fails: then `_groups_lost` says that a reply may be lost.
+
+        The fence is asked before anything is read: a trainer that lost it takes no delivery from the new one.
+        """
+        adopted = await self._link.once(self._link.evalsha("adopt", _consumer(fence), BATCH, fence=fence))
+        self._groups_lost = self._groups_lost or bool(adopted)
+        entries = await self._missed(fence) if self._groups_lost else []
+        self._groups_lost = True
+        if len(entries) < count:
+            block = block_ms if block_ms > 0 and not entries else None
+            entries += stream_entries(await self._link.once(self._read(fence, count - len(entries), block)))
+        self._groups_lost = False
+        return entries
+
+    async def _missed(self, fence: Fence) -> list[Entry]:
         """Deliveries to this trainer that it never saw: a lost reply's, or those of a trainer that is fenced."""
         me = _consumer(fence)
-        missed = await self._link.script("missed", me, *(self._open | seen), fence=fence)
+        missed = await self._link.once(self._link.evalsha("missed", me, *self._open, fence=fence))
         if not missed:
             return []
         stream = self._link.keys.of("groups")
-        return entries_of(await self._link.send("XCLAIM", stream, "trainer", me, 0, *missed))
+        return entries_of(await self._link.once(("XCLAIM", stream, "trainer", me, 0, *missed)))
 
     async def _deliver(self, fence: Fence, entries: list[Entry]) -> list[GroupDelivery]:
         delivered = []

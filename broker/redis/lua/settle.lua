@@ -18,8 +18,11 @@ for i = 4, #ARGV, 4 do
     entry = id
   end
   local counts = known and (entry == '' or (where == 'g' and entry == id))
-  if entry ~= '' and (redis.call('XACK', groups, 'trainer', entry) == 1 or counts) then
+  if entry ~= '' and redis.call('XACK', groups, 'trainer', entry) == 1 then
     redis.call('RPUSH', settled, entry)
+  elseif entry ~= '' and counts then
+    -- Nobody has read it, and nobody shall.
+    redis.call('XDEL', groups, entry)
   end
   if counts then
     redis.call('HDEL', open, task)

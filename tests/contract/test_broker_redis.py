@@ -1,0 +1,314 @@
+"""What only Redis can do to a run: fail, restart, fill up, lose groups, carry foreign entries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+
+from broker.api import Hello, Peer, RunRecord, Runs
+from broker.connect import Run, connect_run, connect_runs
+from broker.keys import Keys
+from broker.messages import SCHEMA, StepEntry
+from headrace.config import BrokerConfig
+from headrace.errors import BrokerUnavailable, ConfigError, Refused
+from headrace.version import PolicyVersion
+from tests.support import RedisProcess, make_group, make_task, wait_until
+
+CONFIG = BrokerConfig(stream_block_ms=500, connect_timeout_s=10.0, max_deliveries=3)
+HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.2)
+PASSWORD = "secret-of-tests"
+
+
+@pytest.fixture
+def raw(redis_url: str) -> redis.Redis:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+async def admitted(run: Run, *names: str) -> object:
+    fence = await run.take_fence(0)
+    await run.admit(fence, [make_task(name) for name in names])
+    await run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
+    return fence
+
+
+async def closed(run: Run) -> tuple[int, int, dict[str, int]]:
+    (balance,) = await run.balance()
+    assert balance.closed, balance
+    return balance.admitted, balance.outstanding, balance.verdicts
+
+
+async def test_unreachable_is_one_sentence_without_secrets() -> None:
+    runs = connect_runs(f"redis://someone:{PASSWORD}@127.0.0.1:1/0", HASTY)
+    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached \(Connection refused\)") as caught:
+        await runs.ping()
+    assert PASSWORD not in str(caught.value)
+    assert "someone" not in str(caught.value)
+    await runs.close()
+
+
+async def test_a_wrong_password_is_said_at_once(redis_server: RedisProcess) -> None:
+    runs = connect_runs(f"redis://:wrong-one@127.0.0.1:{redis_server.port}/0", CONFIG)
+    with pytest.raises(BrokerUnavailable, match="refuses the user or the password") as caught:
+        await runs.ping()
+    assert "wrong-one" not in str(caught.value)
+    await runs.close()
+    runs = connect_runs(f"redis://127.0.0.1:{redis_server.port}/0", CONFIG)
+    with pytest.raises(BrokerUnavailable, match="refuses the user or the password"):
+        await runs.ping()
+    await runs.close()
+
+
+def test_a_url_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="redis://"):
+        connect_runs("http://:secret@localhost")
+
+
+def test_an_id_that_no_run_can_have(redis_url: str) -> None:
+    with pytest.raises(Refused, match="run id"):
+        connect_run(redis_url, "{hr:x}*")
+
+
+async def test_a_redis_that_evicts_is_refused(redis_process: Callable[..., RedisProcess]) -> None:
+    runs = connect_runs(redis_process("--maxmemory-policy", "allkeys-lru").url, CONFIG)
+    with pytest.raises(BrokerUnavailable, match=r"allkeys-lru.*noeviction"):
+        await runs.ping()
+    await runs.close()
+
+
+async def test_services_go_on_after_redis_was_killed_and_restarted(
+    redis_process: Callable[..., RedisProcess], record: RunRecord
+) -> None:
+    server = redis_process("--appendfsync", "always")
+    runs = connect_runs(server.url, CONFIG)
+    await runs.create(record)
+    run = connect_run(server.url, record.run_id, CONFIG)
+    fence = await admitted(run, "a", "b")
+    (delivery,) = await run.take("p0", 1, 0)
+    server.kill()
+    publishing = asyncio.create_task(run.publish("p0", delivery, make_group(delivery.task, 1, "p0")))
+    await asyncio.to_thread(server.start)
+    assert await publishing == "published"
+    (arrived,) = await run.take_groups(fence, 4, 0)
+    await run.settle(fence, "train", [StepEntry(arrived.entry_id, "a", "trained")])
+    assert await closed(run) == (2, 1, {"trained": 1})
+    await run.close()
+    await runs.close()
+
+
+async def test_a_consumer_group_that_vanished_is_made_anew(run: Run, raw: redis.Redis, run_id: str) -> None:
+    fence = await admitted(run, "a")
+    raw.xgroup_destroy(Keys(run_id).of("tasks"), "producers")
+    raw.xgroup_destroy(Keys(run_id).of("groups"), "trainer")
+    (delivery,) = await run.take("p0", 1, 0)
+    await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
+    (arrived,) = await run.take_groups(fence, 1, 50)
+    assert arrived.group.task_id == "a"
+
+
+async def test_an_emptied_redis_is_a_run_that_is_gone(
+    redis_process: Callable[..., RedisProcess], record: RunRecord
+) -> None:
+    server = redis_process()
+    runs = connect_runs(server.url, CONFIG)
+    await runs.create(record)
+    run = connect_run(server.url, record.run_id, CONFIG)
+    fence = await admitted(run, "a")
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        for call in (run.take("p0", 1, 50), run.take_groups(fence, 1, 50), run.state(), run.balance()):
+            with pytest.raises(Refused, match="no run"):
+                await call
+        assert client.keys("*") == []
+    await run.close()
+    await runs.close()
+
+
+async def test_at_maxmemory_new_work_waits_and_the_rest_goes_on(
+    redis_process: Callable[..., RedisProcess], record: RunRecord
+) -> None:
+    server = redis_process("--maxmemory-policy", "noeviction")
+    runs = connect_runs(server.url, HASTY)
+    await runs.create(record)
+    run = connect_run(server.url, record.run_id, HASTY)
+    fence = await admitted(run, "a", "b")
+    first, second = await run.take("p0", 2, 0)
+    await run.publish("p0", first, make_group(first.task, 1, "p0"))
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", "1")
+        with pytest.raises(BrokerUnavailable, match="full"):
+            await run.publish("p0", second, make_group(second.task, 1, "p0"))
+        await run.retire("p0")
+        await run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
+        assert [peer.alive for peer in await run.peers()] == [True]
+        assert await run.renew("p0", [second.entry_id]) == []
+        (arrived,) = await run.take_groups(fence, 4, 0)
+        await run.settle(fence, "train", [StepEntry(arrived.entry_id, "a", "trained")])
+        await run.set_step(fence, 1)
+        client.config_set("maxmemory", "0")
+    assert await run.publish("p0", second, make_group(second.task, 1, "p0")) == "published"
+    assert await closed(run) == (2, 1, {"trained": 1})
+    await run.close()
+    await runs.close()
+
+
+async def test_an_ended_run_leaves_by_itself_unless_it_goes_on(
+    run: Run, raw: redis.Redis, run_id: str, record: RunRecord
+) -> None:
+    def kept_for_ever() -> set[str]:
+        keys = raw.scan_iter(f"{{hr:{run_id}}}:*")
+        return {key.decode().partition("}:")[2] for key in keys if raw.pttl(key) == -1}
+
+    fence = await admitted(run, "a", "b")
+    (delivery,) = await run.take("p0", 1, 0)
+    assert {"record", "state", "tasks"} <= kept_for_ever()
+    await run.finish(fence, "finished", "done")
+    assert kept_for_ever() == set()
+    await run.join(Hello("p1", SCHEMA, record.digests, "host", 1))
+    await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
+    await run.take_fence(0)
+    assert {"record", "state", "tasks", "groups", "published"} <= kept_for_ever()
+    await run.set_status("failed", "the launcher gave up")
+    await run.lease(PolicyVersion(1, 1), "p1", 30.0)
+    assert kept_for_ever() == set()
+
+
+async def test_foreign_entries_end_in_dead_and_the_trainer_goes_on(run: Run, raw: redis.Redis, run_id: str) -> None:
+    keys = Keys(run_id)
+    fence = await admitted(run, "a")
+    raw.xadd(keys.of("tasks"), {"task": "foreign", "attempt": "0", "kind": "train", "body": b"\xc1"})
+    raw.xadd(keys.of("tasks"), {"nonsense": "1"})
+    assert await closed(run) == (1, 1, {})
+    (delivery,) = await run.take("p0", 4, 0)
+    await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
+    body = raw.xrange(keys.of("groups"))[0][1][b"body"]
+    fields = {"task": "a", "attempt": "1", "kind": "train", "producer": "p0"}
+    raw.xadd(keys.of("groups"), {**fields, "body": b"not msgpack"})
+    raw.xadd(keys.of("groups"), {**fields, "attempt": "7", "body": body})
+    raw.xadd(keys.of("groups"), {"body": b""})
+    assert await closed(run) == (1, 1, {})
+    (arrived,) = await run.take_groups(fence, 8, 0)
+    assert arrived.group.task_id == "a"
+    assert (await run.depths()).dead == 5
+    reasons = [fields[b"reason"].decode() for _, fields in raw.xrange(keys.of("dead"))]
+    assert "task: the body is not msgpack (FormatError)" in reasons
+    assert "field attempt of the entry is '7', in its body '1'" in reasons
+    await run.settle(fence, "train", [StepEntry(arrived.entry_id, "a", "trained")])
+    assert await closed(run) == (1, 0, {"trained": 1})
+
+
+async def test_a_second_group_of_a_task_is_not_counted(run: Run, raw: redis.Redis, run_id: str) -> None:
+    fence = await admitted(run, "a")
+    (delivery,) = await run.take("p0", 4, 0)
+    await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
+    stream = Keys(run_id).of("groups")
+    raw.xadd(stream, raw.xrange(stream)[0][1])
+    first, second = await run.take_groups(fence, 8, 0)
+    await run.settle(fence, "train", [StepEntry(second.entry_id, "a", "superseded")])
+    assert await closed(run) == (1, 1, {})
+    await run.settle(fence, "train", [StepEntry(first.entry_id, "a", "trained")])
+    assert await closed(run) == (1, 0, {"trained": 1})
+
+
+async def test_dead_keeps_a_mebibyte_of_a_huge_entry(run: Run, raw: redis.Redis, run_id: str) -> None:
+    fence = await admitted(run, "a")
+    raw.xadd(Keys(run_id).of("groups"), {"task": "a", "attempt": "1", "kind": "train", "body": bytes(70 << 20)})
+    assert await run.take_groups(fence, 1, 0) == []
+    ((_, entry),) = raw.xrange(Keys(run_id).of("dead"))
+    assert (len(entry[b"body"]), entry[b"length"]) == (1 << 20, str(70 << 20).encode())
+    assert len(entry[b"sha256"]) == 64
+
+
+class DeafWire:
+    """Between a service and Redis: requests pass; while deaf, replies are swallowed and the connection is cut."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._server = parts.hostname, parts.port
+        self._auth = parts.netloc.rpartition("@")[0]
+        self.deaf = False
+        self.swallowed = 0
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            yield f"redis://{self._auth}@127.0.0.1:{port}/0"
+        finally:
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream, downstream = await asyncio.open_connection(*self._server)
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await asyncio.gather(self._requests(reader, downstream), self._replies(upstream, writer))
+        for side in (downstream, writer):
+            side.close()
+
+    async def _requests(self, reader: asyncio.StreamReader, downstream: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            downstream.write(data)
+        downstream.write_eof()
+
+    async def _replies(self, upstream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await upstream.read(1 << 16):
+            if self.deaf:
+                self.deaf = False
+                self.swallowed += 1
+                writer.transport.abort()
+                return
+            writer.write(data)
+        writer.write_eof()
+
+
+@pytest.mark.parametrize("block_ms", [0, 500])
+async def test_what_a_lost_reply_carried_is_delivered_again(
+    run: Run, redis_url: str, run_id: str, block_ms: int
+) -> None:
+    fence = await run.take_fence(0)
+    wire = DeafWire(redis_url)
+    async with wire.open() as url:
+        service = connect_run(url, run_id, CONFIG)
+        await service.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
+        await service.take_groups(fence, 1, 0)
+        await run.admit(fence, [make_task("a"), make_task("b")])
+        wire.deaf = True
+        deliveries = await service.take("p0", 2, block_ms)
+        assert [(one.task.task_id, one.attempt) for one in deliveries] == [("a", 2), ("b", 2)]
+        wire.deaf = True
+        assert await service.publish("p0", deliveries[0], make_group(deliveries[0].task, 2, "p0")) == "repeated"
+        assert await service.publish("p0", deliveries[1], make_group(deliveries[1].task, 2, "p0")) == "published"
+        (first,) = await service.take_groups(fence, 1, 0)
+        wire.deaf = True
+        (second,) = await service.take_groups(fence, 2, block_ms)
+        assert (first.group.task_id, second.group.task_id) == ("a", "b")
+        wire.deaf = True
+        entries = [StepEntry(one.entry_id, one.group.task_id, "trained") for one in (first, second)]
+        await service.settle(fence, "train", entries)
+        assert wire.swallowed == 4
+        assert await closed(service) == (2, 0, {"trained": 2})
+        await service.close()
+
+
+async def test_deleting_is_for_good(runs: Runs, run: Run, raw: redis.Redis, run_id: str) -> None:
+    fence = await admitted(run, "a", "b")
+    (delivery,) = await run.take("p0", 1, 0)
+    waiting = asyncio.create_task(run.take_groups(fence, 1, 500))
+    await wait_until(lambda: b"xreadgroup" in raw.execute_command("CLIENT", "LIST"), "the trainer waits")
+    assert await runs.delete(run_id) > 5
+    with contextlib.suppress(Refused):
+        await waiting
+    for call in (
+        run.publish("p0", delivery, make_group(delivery.task, 1, "p0")),
+        run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0),
+        run.lease(PolicyVersion(1, 1), "p0", 30.0),
+        run.settle(fence, "train", [StepEntry("1-1", "a", "trained")]),
+    ):
+        with pytest.raises(Refused):
+            await call
+    assert list(raw.scan_iter(f"{{hr:{run_id}}}:*")) == []
