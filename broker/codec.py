@@ -7,6 +7,7 @@ with what is wrong; whether the numbers make sense is asked in `broker/validate.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -215,8 +216,9 @@ def _ints(fields: dict[str, Any], name: str, count: int) -> list[int]:
 
 def _seconds(fields: dict[str, Any]) -> dict[str, float]:
     seconds = _field(fields, "seconds", dict)
-    if not all(isinstance(name, str) and isinstance(value, int | float) for name, value in seconds.items()):
-        raise WireError("body: field 'seconds' is not a map from names to numbers")
+    for name, value in seconds.items():
+        if not (isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)):
+            raise WireError("body: field 'seconds' is not a map from names to finite numbers")
     return {name: float(value) for name, value in seconds.items()}
 
 

@@ -12,7 +12,7 @@ def difference(record: RunRecord, hello: Hello) -> str:
     found = [
         f"{name.replace('_', ' ')} {_short(hello.digests.get(name))}, the run has {_short(record.digests.get(name))}"
         for name in sorted(record.digests.keys() | hello.digests.keys())
-        if hello.digests.get(name) != record.digests.get(name)
+        if (hello.digests.get(name) or "") != (record.digests.get(name) or "")
     ]
     return "; ".join(found)
 
