@@ -140,5 +140,15 @@ def mask_of(runs_R: Int64) -> Bool:
     return np.repeat(np.arange(len(runs_R)) % 2 == 1, runs_R)
 
 
+def sampled_before(runs_R: Int64, positions_P: Int64) -> Int64:
+    """How many tokens before each position are sampled, from the runs alone: a group has far fewer runs than tokens."""
+    bounds = np.concatenate(([0], np.cumsum(runs_R)))
+    odd_R = np.arange(len(runs_R)) % 2
+    sampled_at_bounds = np.concatenate(([0], np.cumsum(runs_R * odd_R)))
+    run_P = np.searchsorted(bounds[1:-1], positions_P, side="right")
+    sampled_P: Int64 = sampled_at_bounds[run_P] + (positions_P - bounds[run_P]) * odd_R[run_P]
+    return sampled_P
+
+
 def _joined(arrays: list[npt.NDArray[Scalar]], dtype: type[Scalar]) -> npt.NDArray[Scalar]:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)

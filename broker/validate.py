@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from broker.flat import FINISH, KV, FlatGroup, flatten, mask_of
-from broker.messages import Bool, Group, TaskKind
+from broker.flat import FINISH, KV, FlatGroup, flatten, sampled_before
+from broker.messages import Group, TaskKind
 from headrace.errors import WireError
 
 LOGPROB_SLACK = 1e-3
@@ -44,8 +44,7 @@ def check_flat(flat: FlatGroup, limits: Limits) -> str | None:
     reason = _check_tokens(flat, limits)
     if reason:
         return reason
-    mask_T = mask_of(flat.mask_runs_R)
-    return _check_sampled(flat, mask_T) or _check_spans(flat, mask_T)
+    return _check_sampled(flat) or _check_spans(flat)
 
 
 def _check_counts(flat: FlatGroup, limits: Limits) -> str | None:
@@ -85,9 +84,9 @@ def _check_tokens(flat: FlatGroup, limits: Limits) -> str | None:
     return None
 
 
-def _check_sampled(flat: FlatGroup, mask_T: Bool) -> str | None:
-    starts = np.cumsum(flat.lengths_N) - flat.lengths_N
-    sampled_N = np.add.reduceat(mask_T, starts, dtype=np.int64)
+def _check_sampled(flat: FlatGroup) -> str | None:
+    ends = np.cumsum(flat.lengths_N)
+    sampled_N = np.diff(sampled_before(flat.mask_runs_R, ends), prepend=0)
     if sampled_N.min() < 1:
         return f"trajectory {int(sampled_N.argmin())} has no sampled token"
     if len(flat.logprobs_M) != int(sampled_N.sum()):
@@ -98,7 +97,7 @@ def _check_sampled(flat: FlatGroup, mask_T: Bool) -> str | None:
     return None
 
 
-def _check_spans(flat: FlatGroup, mask_T: Bool) -> str | None:
+def _check_spans(flat: FlatGroup) -> str | None:
     if flat.span_counts_N.min() < 1 or int(flat.span_counts_N.sum()) != len(flat.spans_S5):
         return "a trajectory without version spans, or spans of no trajectory"
     start, end, incarnation, step, kv = flat.spans_S5.T
@@ -113,8 +112,9 @@ def _check_spans(flat: FlatGroup, mask_T: Bool) -> str | None:
     first, last = offset_S + start, offset_S + end
     if (first[1:] < last[:-1]).any():
         return "version spans overlap or are out of order"
-    before = np.concatenate(([0], np.cumsum(mask_T)))
-    covered, sampled = int((before[last] - before[first]).sum()), int(before[-1])
+    at_bounds = sampled_before(flat.mask_runs_R, np.concatenate((first, last)))
+    covered = int(at_bounds[len(first) :].sum() - at_bounds[: len(first)].sum())
+    sampled = len(flat.logprobs_M)
     if covered != sampled:
         return f"version spans cover {covered} of {sampled} sampled tokens"
     return None

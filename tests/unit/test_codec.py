@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.codec import decode_flat, decode_group, decode_step, decode_task, encode_group, encode_step, encode_task
-from broker.flat import mask_of, runs_of
+from broker.flat import mask_of, runs_of, sampled_before
 from broker.messages import SCHEMA, Group, StepEntry, StepRecord, Task, Trajectory, VersionSpan
 from broker.validate import Limits
 from headrace.errors import WireError
@@ -113,6 +113,9 @@ def test_masks_and_runs_are_inverse(mask: list[bool]) -> None:
     assert mask_of(runs).tolist() == mask
     assert (runs[1:] > 0).all()
     assert len(runs) <= len(mask) + 1
+    if mask:
+        positions = np.arange(len(mask) + 1)
+        assert sampled_before(runs, positions).tolist() == [sum(mask[:place]) for place in positions]
 
 
 @pytest.mark.parametrize(("vocab", "most"), [(200, 6), (49_152, 7), (65_536, 7), (151_936, 9)])
