@@ -8,8 +8,10 @@ Wait graph. Every wait is bounded by `broker.stream_block_ms`, after which it lo
     beat     waits for: a quarter of a lease
     obey     waits for: stream `orders` (the broker wakes it)
 
-train ends when the last step is made, or the service stops, and ends the others. No loop waits for a producer that
-waits for it: a version that could not be published for want of room is published again while train waits for groups.
+train ends when the last step is made, or the service stops, and ends the others; a loop that fails ends all. Each
+looks at `_over` and does not rely on being cancelled alone, since before Python 3.12 a cancellation can get lost in
+`asyncio.wait_for`, which the broker's client uses. No loop waits for a producer that waits for it: a version that
+could not be published for want of room is published again while train waits for groups.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -84,7 +86,7 @@ class TrainerLoops:
         try:
             async with asyncio.TaskGroup() as group:
                 for loop in (self.train, self.admit, self.beat, self.obey):
-                    group.create_task(loop(), name=loop.__name__)
+                    group.create_task(self._ending_all(loop), name=loop.__name__)
         finally:
             await self._publisher.close()
             await asyncio.to_thread(self._worker.shutdown)
@@ -100,20 +102,15 @@ class TrainerLoops:
 
     async def train(self) -> None:
         """Resume, evaluate, make the steps, evaluate again. Waits for groups, which `intake` brings meanwhile."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                await self._resume()
-                intake = group.create_task(self.intake(), name="intake")
-                await self._publish(self._books.first)
-                before = await self._evaluated_before()
-                self._admitter.open_up()
-                await self._steps()
-                await self._conclude(before)
-                self._over.set()
-                await intake
-        finally:
-            self._over.set()
-            self._books.slots.set()
+        await self._resume()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ending_all(self.intake), name="intake")
+            await self._publish(self._books.first)
+            before = await self._evaluated_before()
+            self._admitter.open_up()
+            await self._steps()
+            await self._conclude(before)
+            self._end_all()
 
     async def intake(self) -> None:
         """Takes groups from the broker, judges them, and wakes `train` and `admit`."""
@@ -144,6 +141,21 @@ class TrainerLoops:
                 after = order.order_id
                 if order.kind == "stop" and order.target in ("", NAME):
                     self._service.stop(order.reason or "a stop order")
+
+    async def _ending_all(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a loop whose end, whatever the reason, is the end of all."""
+        try:
+            await loop()
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        for event in (self._over, self._books.slots, self._intake.arrived):
+            event.set()
+
+    @property
+    def _leaving(self) -> bool:
+        return self._over.is_set() or self._service.stopping.is_set()
 
     # -- beginning and end
 
@@ -176,10 +188,10 @@ class TrainerLoops:
         books, parts, out = self._books, self._parts, self._parts.folder / "model"
         if books.unsettled:
             await self._checkpoint()
-        if books.formed < parts.config.run.steps or self._service.stopping.is_set():
+        if books.formed < parts.config.run.steps or self._leaving:
             return
         after = await self._evaluate("after")
-        if self._service.stopping.is_set():
+        if self._leaving:
             return
 
         def export() -> None:
@@ -201,7 +213,7 @@ class TrainerLoops:
         if kept is not None or self._books.formed > 0:
             return kept
         result = await self._evaluate("before")
-        if result is not None and not self._service.stopping.is_set():
+        if result is not None and not self._leaving:
             evaluation.save(result, file)
         return result
 
@@ -224,7 +236,7 @@ class TrainerLoops:
 
     async def _steps(self) -> None:
         """Until all are made or the service stops."""
-        while self._books.formed < self._parts.config.run.steps and not self._service.stopping.is_set():
+        while self._books.formed < self._parts.config.run.steps and not self._leaving:
             batch = await self._intake.form()
             if batch is None:
                 with self._lane.during("wait_groups"):
@@ -263,7 +275,7 @@ class TrainerLoops:
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for arrivals until the condition holds or the service stops; publish what found no room before."""
         arrived = self._intake.arrived
-        while not condition() and not self._service.stopping.is_set():
+        while not condition() and not self._leaving:
             arrived.clear()
             await wait_for(arrived, AGAIN_S if self._unpublished else self._block_ms / 1000)
             if self._unpublished:
