@@ -250,7 +250,7 @@ class Launcher:
         for part in self._supervisor.parts.values():
             if not part.joined and part.child is not None and part.child.pid in by_pid:
                 part.joined = True
-                self._report(part.name, "joined", f"as {by_pid[part.child.pid].name}")
+                self._report(part.name, "joined", "")
 
     async def _heartbeat(self) -> None:
         assert self._supervisor is not None

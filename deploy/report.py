@@ -13,6 +13,7 @@ from rich.text import Text
 from broker.api import Balance
 
 _MOST_EXAMPLES = 4
+_PROMPT_CHARACTERS = 72
 
 
 def report(summary: dict[str, Any]) -> RenderableType:
@@ -64,7 +65,8 @@ def _examples(summary: dict[str, Any]) -> RenderableType | None:
     for column in ("prompt", "before", "after"):
         table.add_column(column, overflow="fold", ratio=1)
     for example in examples:
-        table.add_row(*(Text(_one_line(str(example.get(name, "")))) for name in ("prompt", "before", "after")))
+        prompt, before, after = (str(example.get(name, "")) for name in ("prompt", "before", "after"))
+        table.add_row(Text(last_part(prompt)), Text(one_line(before)), Text(one_line(after)))
     return table
 
 
@@ -88,5 +90,11 @@ def _stages(summary: dict[str, Any]) -> RenderableType | None:
     return table
 
 
-def _one_line(text: str) -> str:
-    return text.replace("\n", "⏎")
+def one_line(text: str) -> str:
+    return text.strip().replace("\n", "⏎")
+
+
+def last_part(prompt: str) -> str:
+    """The end of a prompt: what differs from one to the next, without the system message they share."""
+    line = one_line(prompt)
+    return line if len(line) <= _PROMPT_CHARACTERS else f"…{line[-_PROMPT_CHARACTERS:]}"

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from broker.api import OperatorPort, RunRecord
 from broker.messages import Group, Trajectory
+from deploy.report import one_line
 from deploy.run_folder import RunFolder
 
 BLOCK_MS = 1000
@@ -31,6 +32,8 @@ class Shown:
     lag: int
     """Trainer steps since the oldest version that sampled one of its tokens."""
     finish_reason: str
+    reason: str = ""
+    """Why it failed; there is then neither text nor reward."""
 
 
 class Decoder:
@@ -56,7 +59,7 @@ class Decoder:
 
 
 def rollouts_of(group: Group, producer: str, step: int, decoder: Decoder) -> Iterator[Shown]:
-    """The trajectories of a group, read at trainer step `step`."""
+    """The trajectories of a group, read at trainer step `step`, then the members that failed."""
     for trajectory in group.trajectories:
         prompt, completion = split(trajectory)
         yield Shown(
@@ -68,6 +71,8 @@ def rollouts_of(group: Group, producer: str, step: int, decoder: Decoder) -> Ite
             lag(trajectory, step),
             trajectory.finish_reason,
         )
+    for reason in (group.error,) if group.error else group.failures:
+        yield Shown(f"{group.environment}/{group.index}", producer, "", "", 0.0, 0, "failed", reason)
 
 
 def split(trajectory: Trajectory) -> tuple[list[int], list[int]]:
@@ -105,13 +110,11 @@ async def stream(operator: OperatorPort, console: Console, *, count: int, follow
 
 
 def show(console: Console, rollout: Shown) -> None:
-    head = (
-        f"{rollout.task}  reward {rollout.reward:.2f}  lag {rollout.lag}  {rollout.finish_reason}  {rollout.producer}"
-    )
+    outcome = "" if rollout.reason else f"  reward {rollout.reward:.2f}  lag {rollout.lag}"
+    head = f"{rollout.task}{outcome}  {rollout.finish_reason}  {rollout.producer}"
     console.print(Text(head, style="bold" if rollout.reward > 0 else "dim"))
-    console.print(Text.assemble(("  prompt      ", "dim"), _line(rollout.prompt)))
-    console.print(Text.assemble(("  completion  ", "dim"), _line(rollout.completion)))
-
-
-def _line(text: str) -> str:
-    return text.strip().replace("\n", "⏎")
+    if rollout.reason:
+        console.print(Text.assemble(("  failed      ", "dim"), (one_line(rollout.reason), "red")))
+        return
+    console.print(Text.assemble(("  prompt      ", "dim"), one_line(rollout.prompt)))
+    console.print(Text.assemble(("  completion  ", "dim"), one_line(rollout.completion)))

@@ -10,8 +10,8 @@ from rich.console import Console
 from broker.api import Peer
 from broker.messages import Group, Trajectory, VersionSpan
 from deploy.progress import Fleet, Follower, step_line
-from deploy.report import balance_line, print_report
-from deploy.rollouts import Decoder, rollouts_of
+from deploy.report import balance_line, last_part, print_report
+from deploy.rollouts import Decoder, rollouts_of, show
 from deploy.screen import PartView, RunView, Screen, panel
 from headrace.version import PolicyVersion
 
@@ -144,6 +144,22 @@ def test_a_rollout_is_split_where_sampling_began() -> None:
     group = Group("t", 1, "train", "arithmetic", 3, "p", (trajectory,))
     (shown,) = rollouts_of(group, "producer-1", 6, Decoder(None))
     assert (shown.prompt, shown.completion, shown.lag, shown.task) == ("5 6", "7 8", 3, "arithmetic/3")
+
+
+def test_what_failed_shows_its_reason_and_no_reward() -> None:
+    group = Group(
+        "t", 1, "train", "arithmetic", 3, "p", (), ("reward took 10 s", "reward took 10 s"), "too few members"
+    )
+    (shown,) = rollouts_of(group, "producer-1", 6, Decoder(None))
+    target = console()
+    show(target, shown)
+    assert text_of(target) == "arithmetic/3  failed  producer-1\n  failed      too few members\n"
+
+
+def test_a_long_prompt_shows_its_end() -> None:
+    assert last_part("short\nprompt ") == "short⏎prompt"
+    assert last_part("system " * 50 + "What is 1 + 1?").endswith("What is 1 + 1?")
+    assert len(last_part("x" * 500)) == 73
 
 
 def test_a_decoder_reads_the_models_tokenizer(tmp_path: Path) -> None:
