@@ -15,7 +15,7 @@ from headrace.config import BrokerConfig, Config
 from tests import support
 from tests.support import RedisProcess
 
-BROKER = BrokerConfig(stream_block_ms=500, connect_timeout_s=5.0)
+BROKER = BrokerConfig(stream_block_ms=500, connect_timeout_s=10.0, max_deliveries=3)
 _numbers = itertools.count()
 
 
@@ -76,6 +76,47 @@ async def run(redis_url: str, runs: Runs, record: RunRecord, no_key_left: None) 
     yield run
     await run.close()
     await runs.delete(record.run_id)
+
+
+@pytest.fixture(params=["redis", "memory"])
+def broker_url(request: pytest.FixtureRequest, run_id: str) -> str:
+    """Each kind of broker in turn."""
+    return f"memory:{run_id}" if request.param == "memory" else request.getfixturevalue("redis_url")
+
+
+class Services:
+    """Each call is one more service with a connection of its own to the same run."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        self._url, self._run_id = url, run_id
+        self._open: list[Run] = []
+
+    def __call__(self) -> Run:
+        self._open.append(connect_run(self._url, self._run_id, BROKER))
+        return self._open[-1]
+
+    async def close(self) -> None:
+        for run in self._open:
+            await run.close()
+
+
+@pytest.fixture
+async def any_runs(broker_url: str) -> AsyncIterator[Runs]:
+    """All runs of any broker."""
+    runs = connect_runs(broker_url, BROKER)
+    yield runs
+    await runs.close()
+
+
+@pytest.fixture
+async def service(broker_url: str, any_runs: Runs, record: RunRecord, no_key_left: None) -> AsyncIterator[Services]:
+    """Services of one run of any broker."""
+    await any_runs.create(record)
+    services = Services(broker_url, record.run_id)
+    yield services
+    await services.close()
+    await any_runs.delete(record.run_id)
+    assert record.run_id not in await any_runs.ids()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from headrace.errors import BrokerUnavailable, ConfigError, Refused
 from headrace.version import PolicyVersion
 from tests.support import RedisProcess, make_group, make_task, wait_until
 
-CONFIG = BrokerConfig(stream_block_ms=500, connect_timeout_s=10.0, max_deliveries=3)
+CONFIG = BrokerConfig(stream_block_ms=20_000, connect_timeout_s=10.0, max_deliveries=3)
 HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.2)
 PASSWORD = "secret-of-tests"
 
@@ -225,14 +225,18 @@ async def test_dead_keeps_a_mebibyte_of_a_huge_entry(run: Run, raw: redis.Redis,
 
 
 class DeafWire:
-    """Between a service and Redis: requests pass; while deaf, replies are swallowed and the connection is cut."""
+    """Between a service and Redis: requests pass; one reply is swallowed, with the connection cut."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._server = parts.hostname, parts.port
         self._auth = parts.netloc.rpartition("@")[0]
-        self.deaf = False
+        self._passing: int | None = None
         self.swallowed = 0
+
+    def swallow(self, after: int = 0) -> None:
+        """Swallow one reply, after so many that pass."""
+        self._passing = after
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
@@ -257,37 +261,36 @@ class DeafWire:
 
     async def _replies(self, upstream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await upstream.read(1 << 16):
-            if self.deaf:
-                self.deaf = False
+            if self._passing == 0:
+                self._passing = None
                 self.swallowed += 1
                 writer.transport.abort()
                 return
+            if self._passing is not None:
+                self._passing -= 1
             writer.write(data)
         writer.write_eof()
 
 
-@pytest.mark.parametrize("block_ms", [0, 500])
-async def test_what_a_lost_reply_carried_is_delivered_again(
-    run: Run, redis_url: str, run_id: str, block_ms: int
-) -> None:
+async def test_what_a_lost_reply_carried_is_delivered_again(run: Run, redis_url: str, run_id: str) -> None:
     fence = await run.take_fence(0)
     wire = DeafWire(redis_url)
     async with wire.open() as url:
         service = connect_run(url, run_id, CONFIG)
         await service.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
-        await service.take_groups(fence, 1, 0)
+        await service.record()
         await run.admit(fence, [make_task("a"), make_task("b")])
-        wire.deaf = True
-        deliveries = await service.take("p0", 2, block_ms)
+        wire.swallow()
+        deliveries = await service.take("p0", 2, 0)
         assert [(one.task.task_id, one.attempt) for one in deliveries] == [("a", 2), ("b", 2)]
-        wire.deaf = True
+        wire.swallow()
         assert await service.publish("p0", deliveries[0], make_group(deliveries[0].task, 2, "p0")) == "repeated"
         assert await service.publish("p0", deliveries[1], make_group(deliveries[1].task, 2, "p0")) == "published"
         (first,) = await service.take_groups(fence, 1, 0)
-        wire.deaf = True
-        (second,) = await service.take_groups(fence, 2, block_ms)
+        wire.swallow(after=1)
+        (second,) = await service.take_groups(fence, 2, 0)
         assert (first.group.task_id, second.group.task_id) == ("a", "b")
-        wire.deaf = True
+        wire.swallow()
         entries = [StepEntry(one.entry_id, one.group.task_id, "trained") for one in (first, second)]
         await service.settle(fence, "train", entries)
         assert wire.swallowed == 4
@@ -295,10 +298,36 @@ async def test_what_a_lost_reply_carried_is_delivered_again(
         await service.close()
 
 
+async def test_what_a_lost_reply_carried_to_one_that_waited_is_delivered_again(
+    run: Run, redis_url: str, run_id: str, raw: redis.Redis
+) -> None:
+    def blocked() -> bool:
+        return raw.info("clients")["blocked_clients"] > 0
+
+    fence = await run.take_fence(0)
+    wire = DeafWire(redis_url)
+    async with wire.open() as url:
+        service = connect_run(url, run_id, CONFIG)
+        await service.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
+        taking = asyncio.create_task(service.take("p0", 2, 20_000))
+        await wait_until(blocked, "the producer waits")
+        wire.swallow()
+        await run.admit(fence, [make_task("a")])
+        (delivery,) = await taking
+        assert (delivery.attempt, wire.swallowed) == (2, 1)
+        waiting = asyncio.create_task(service.take_groups(fence, 2, 20_000))
+        await wait_until(blocked, "the trainer waits")
+        wire.swallow()
+        await run.publish("p0", delivery, make_group(delivery.task, 2, "p0"))
+        (arrived,) = await waiting
+        assert (arrived.group.task_id, wire.swallowed) == ("a", 2)
+        await service.close()
+
+
 async def test_deleting_is_for_good(runs: Runs, run: Run, raw: redis.Redis, run_id: str) -> None:
     fence = await admitted(run, "a", "b")
     (delivery,) = await run.take("p0", 1, 0)
-    waiting = asyncio.create_task(run.take_groups(fence, 1, 500))
+    waiting = asyncio.create_task(run.take_groups(fence, 1, 200))
     await wait_until(lambda: b"xreadgroup" in raw.execute_command("CLIENT", "LIST"), "the trainer waits")
     assert await runs.delete(run_id) > 5
     with contextlib.suppress(Refused):

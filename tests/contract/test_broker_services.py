@@ -1,0 +1,125 @@
+"""What every broker does for services: heads and leases of weight versions, peers, orders, runs beside each other."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from broker.api import Order, Peer, RunRecord, Runs
+from broker.connect import Run, connect_run
+from headrace.errors import Refused
+from headrace.version import PolicyVersion
+from tests.conftest import BROKER, Services
+from tests.support import make_task, wait_until
+
+LEASE_S = 30.0
+
+
+async def beat(run: Run, name: str, lease_s: float = LEASE_S) -> None:
+    await run.heartbeat(Peer(name, "producer", "host", 1, True, {"busy": 3}), lease_s)
+
+
+async def test_the_head_moves_forward_only_and_wakes(service: Services) -> None:
+    trainer, reader = service(), service()
+    fence = await trainer.take_fence(0)
+    assert await reader.wait_head(None, 0) is None
+    waiting = asyncio.create_task(_head_after(reader, None))
+    await trainer.publish_head(fence, PolicyVersion(1, 9), b"nine")
+    assert await asyncio.wait_for(waiting, 20) == PolicyVersion(1, 9)
+    await trainer.publish_head(fence, PolicyVersion(1, 10), b"ten")
+    await trainer.publish_head(fence, PolicyVersion(1, 8), b"eight")
+    assert await reader.head() == PolicyVersion(1, 10)
+    assert await reader.wait_head(PolicyVersion(1, 9), 500) == PolicyVersion(1, 10)
+    assert await reader.wait_head(PolicyVersion(1, 10), 10) == PolicyVersion(1, 10)
+    assert await reader.manifest(PolicyVersion(1, 8)) == b"eight"
+    await reader.forget(PolicyVersion(1, 8))
+    assert await reader.manifest(PolicyVersion(1, 8)) is None
+
+
+async def _head_after(run: Run, after: PolicyVersion | None) -> PolicyVersion:
+    while (head := await run.wait_head(after, 500)) == after:
+        pass
+    assert head is not None
+    return head
+
+
+async def test_version_leases_end(service: Services) -> None:
+    run = service()
+    await run.lease(PolicyVersion(1, 2), "p0", LEASE_S)
+    await run.lease(PolicyVersion(1, 2), "p1 on host b", LEASE_S)
+    await run.lease(PolicyVersion(1, 3), "p0", 0.02)
+    assert (await run.leased())[PolicyVersion(1, 2)] == ["p0", "p1 on host b"]
+
+    async def short_one_ended() -> bool:
+        return PolicyVersion(1, 3) not in await run.leased()
+
+    await wait_until(short_one_ended, "the short lease ends")
+    await run.release(PolicyVersion(1, 2), "p0")
+    assert await run.leased() == {PolicyVersion(1, 2): ["p1 on host b"]}
+
+
+async def test_peers_and_their_heartbeats(service: Services) -> None:
+    run = service()
+    await beat(run, "p1")
+    await beat(run, "p0", 0.02)
+
+    async def one_is_silent() -> bool:
+        return [(peer.name, peer.alive) for peer in await run.peers()] == [("p0", False), ("p1", True)]
+
+    await wait_until(one_is_silent, "p0's heartbeat ends")
+    assert (await run.peers())[1].state == {"busy": 3}
+    await run.retire("p1")
+    assert [peer.name for peer in await run.peers()] == ["p0"]
+
+
+async def test_orders_reach_whoever_reads(service: Services) -> None:
+    operator, reader = service(), service()
+    await operator.order(Order("", "scale", count=1))
+    assert await reader.orders("$", 0) == []
+    await operator.order(Order("", "scale", count=2, reason="more"))
+    (order,) = await reader.orders("$", 500)
+    assert (order.kind, order.count, order.reason) == ("scale", 2, "more")
+    assert await reader.orders(order.order_id, 0) == []
+    assert len(await reader.orders("0", 0)) == 2
+
+
+async def test_the_end_is_a_message(service: Services) -> None:
+    trainer, reader = service(), service()
+    fence = await trainer.take_fence(0)
+    await trainer.set_step(fence, 12)
+    await reader.orders("$", 0)
+    await trainer.finish(fence, "finished", "all steps done")
+    (order,) = await reader.orders("$", 500)
+    assert (order.kind, order.reason) == ("end", "all steps done")
+    state = await reader.state()
+    assert (state.status, state.reason, state.step) == ("finished", "all steps done", 12)
+    await trainer.take_fence(0)
+    assert (await reader.state()).status == "running"
+    await reader.set_status("stopping", "asked")
+    assert (await reader.state()).status == "stopping"
+
+
+async def test_runs_do_not_see_each_other(
+    service: Services, any_runs: Runs, broker_url: str, record: RunRecord
+) -> None:
+    other_record = replace(record, run_id=f"{record.run_id}-other")
+    await any_runs.create(other_record)
+    with pytest.raises(Refused, match="taken"):
+        await any_runs.create(other_record)
+    other = connect_run(broker_url, other_record.run_id, BROKER)
+    try:
+        await other.admit(await other.take_fence(0), [make_task("a")])
+        producer = service()
+        await beat(producer, "p0")
+        assert await producer.take("p0", 1, 0) == []
+        assert {record.run_id, other_record.run_id} <= set(await any_runs.ids())
+        assert await other.record() == replace(other_record, created_ms=(await other.record()).created_ms)
+        assert await any_runs.delete(other_record.run_id) > 0
+        with pytest.raises(Refused, match="no run"):
+            await other.take("p0", 1, 0)
+        with pytest.raises(Refused, match="no run"):
+            await other.state()
+    finally:
+        await other.close()
