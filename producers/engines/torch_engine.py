@@ -140,9 +140,11 @@ class TorchEngine:
 
         from headrace.policy.dtype import compute_dtype
         from headrace.policy.loading import load_model
+        from headrace.policy.memory import keep_freed_memory
         from producers.engines.model_runner import ModelRunner
 
         torch.set_num_threads(self._threads)
+        keep_freed_memory()
         device = self._device
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
