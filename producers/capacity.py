@@ -7,26 +7,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bounds of one producer.
+    """Bounds of one producer whose tasks are `group_size` rollouts each.
 
-    A task is `group_size` rollouts. With one group queued beyond the slots, a slot that frees is refilled from the
-    engine's own queue while the next task is fetched. A group that is decoded but not yet scored and published
-    needs no slot, but memory: the tasks held at once are bounded by `most_held`.
+    At least one group's worth of rollouts is queued in the engine beyond its slots, so that a slot that frees is
+    refilled at the same decode step, while the next task is on its way. Groups of which a member still plays are
+    bounded by that: each holds a place. In a long-tailed run they are many more than the slots hold whole groups.
     """
 
     slots: int
     group_size: int
 
     @property
-    def most_held(self) -> int:
-        """Twice what decodes at once: as many groups may wait for their scores or for the broker as are decoded."""
+    def most_playing(self) -> int:
+        """Rollouts in slots or queued for one, when all tasks have the usual size."""
+        return self.slots + 2 * self.group_size - 1
+
+    @property
+    def most_decoded(self) -> int:
+        """Groups that wait for their scores or for the broker: twice what fits into the slots.
+
+        They need no slot, but memory, and nobody trains on them: beyond this the producer waits.
+        """
         return 2 * (-(-self.slots // self.group_size) + 1)
 
-    def tasks_to_take(self, playing: int, held: int) -> int:
-        """Tasks to ask for with `playing` rollouts not yet decoded and `held` tasks not yet published.
+    @property
+    def most_held(self) -> int:
+        """Tasks held at once: each has a rollout that plays, or is decoded."""
+        return self.most_playing + self.most_decoded
 
-        After they are taken, playing < slots + 2 * group_size when all tasks have the usual size: a whole number of
-        groups is taken while at most `slots` rollouts play.
+    def tasks_to_take(self, playing: int, decoded: int) -> int:
+        """Tasks to ask for with `playing` rollouts not yet decoded and `decoded` groups not yet published.
+
+        Whole groups only, until at least `slots + group_size` rollouts play and at most `most_playing`.
         """
-        free = self.slots + self.group_size - playing
-        return max(0, min(free // self.group_size, self.most_held - held))
+        if decoded >= self.most_decoded:
+            return 0
+        missing = self.slots + self.group_size - playing
+        return max(0, -(-missing // self.group_size))

@@ -182,8 +182,8 @@ class Producer:
         """Tasks to take now: none before a version is there, nor while a task waits for a newer one."""
         if self.version is None or any(held.waits_for_version for held in self.held.values()):
             return 0
-        playing = sum(held.occupancy.playing for held in self.held.values())
-        return self.capacity.tasks_to_take(playing, len(self.held))
+        playing = [held.occupancy.playing for held in self.held.values()]
+        return self.capacity.tasks_to_take(sum(playing), playing.count(0))
 
     def phase(self) -> str:
         """What the producer as a whole is doing: it plays while any rollout does."""
