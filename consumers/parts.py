@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from broker.api import Fence, RunRecord
 from broker.connect import Run
@@ -20,6 +21,7 @@ from consumers.trainer import Trainer
 from headrace.config import Config
 from headrace.errors import Refused, ServiceError
 from headrace.policy.loading import layout_of, load_model, load_tokenizer, model_digests
+from headrace.policy.memory import keep_freed_memory
 from headrace.policy.prepare import resolve_model
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
@@ -75,6 +77,8 @@ def build(record: RunRecord, fence: Fence, found: tuple[PolicyVersion, Path] | N
     Raises ModelError, ConfigError, CheckpointError, Refused when the model is not the run's.
     """
     config = Config.model_validate(record.config)
+    keep_freed_memory()
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
     model_folder = resolve_model(config.model.path)

@@ -1,0 +1,165 @@
+"""What the trainer writes about steps and the run, and its evaluations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from broker.api import Balance, Peer
+from broker.messages import Group, GroupDelivery, Trajectory, VersionSpan
+from consumers import evaluation
+from consumers.batch import Batch
+from consumers.evaluation import Example, Result, Sheet, paired
+from consumers.progress import Progress, difference
+from consumers.trainer import StepResult
+from headrace.errors import CheckpointError, ServiceError
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.phases import Lane
+from headrace.version import PolicyVersion
+
+
+def group(index: int, *rewards: float, kind: str = "eval") -> Group:
+    mask = np.array([False, False, True, True])
+    spans = (VersionSpan(2, 4, PolicyVersion(1, 0)),)
+    members = tuple(
+        Trajectory(np.array([1, 2, 30 + index, 4], np.int32), np.zeros(4, np.float32), mask, spans, reward, "stop")
+        for reward in rewards
+    )
+    return Group(f"e{index}", 1, "eval" if kind == "eval" else "train", "sums", index, "p", members)
+
+
+def words(ids: np.ndarray) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def sheet(*indices: int) -> Sheet:
+    made = Sheet(words)
+    made.expect([f"e{index}" for index in indices])
+    return made
+
+
+def test_an_evaluation_closes_when_every_task_has_answered() -> None:
+    made = sheet(0, 1)
+    assert made.add(group(1, 1, 0, 1))
+    assert (made.closed, made.missing) == (False, 1)
+    assert not made.add(group(1, 1)), "a task answers once"
+    assert not made.add(group(7, 1)), "a task that was never asked"
+    assert made.add(group(0))
+    result = made.result()
+    assert made.closed
+    assert (result.samples, result.failed) == (3, 1)
+    assert result.accuracy == pytest.approx(2 / 3)
+    assert result.examples == (Example(1, "w1 w2", "w31 w4", 1.0),)
+
+
+def test_examples_are_those_of_the_first_prompts_whatever_the_order() -> None:
+    made = sheet(*range(10))
+    for index in reversed(range(10)):
+        made.add(group(index, 1))
+    assert [example.index for example in made.result().examples] == [0, 1, 2, 3, 4, 5]
+
+
+def test_before_and_after_stand_side_by_side() -> None:
+    before = Result(1, 0.0, 0, (Example(2, "2+2", "5", 0.0),))
+    after = Result(1, 1.0, 0, (Example(1, "1+1", "2", 1.0), Example(2, "2+2", "4", 1.0)))
+    assert paired(before, after) == [
+        {"prompt": "1+1", "after": "2", "reward_after": 1.0},
+        {"prompt": "2+2", "before": "5", "reward_before": 0.0, "after": "4", "reward_after": 1.0},
+    ]
+    assert paired(None, None) == []
+
+
+def test_a_kept_evaluation_comes_back(tmp_path: Path) -> None:
+    result = Result(2, 0.5, 0, (Example(0, "1+1", "2", 1.0),))
+    file = tmp_path / "evaluation.json"
+    assert evaluation.load(file) is None
+    evaluation.save(result, file)
+    assert evaluation.load(file) == result
+    file.write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*; remove it to evaluate again"):
+        evaluation.load(file)
+    with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
+        evaluation.save(result, tmp_path / "nowhere" / "x.json")
+
+
+def test_difference_of_phases() -> None:
+    assert difference({"a": 3.0, "b": 1.0, "c": 2.0}, {"a": 1.0, "b": 1.0}) == {"a": 2.0, "c": 2.0}
+
+
+def result(**more: object) -> StepResult:
+    fields = {
+        "loss": 0.5,
+        "grad_norm": 2.0,
+        "reward": 0.25,
+        "right": 0.5,
+        "rollouts": 4,
+        "without_advantage": 2,
+        "tokens": 100,
+        "packed_tokens": 40,
+        "loss_tokens": 10,
+        "mismatch": 0.01,
+        "clipped": 0.1,
+        "skipped": "",
+    }
+    return StepResult(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def producer(name: str, **state: object) -> Peer:
+    return Peer(name, "producer", "here", 1, True, dict(state))
+
+
+def test_steps_and_summary(tmp_path: Path) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    lane = Lane("trainer", "load", clock)
+    metrics = Metrics("r", "trainer")
+    progress = Progress(tmp_path, lane, metrics)
+    now = 5.0
+    assert progress.cold
+    lane.enter("train")
+    progress.warm([producer("p1", seconds={"decode": 10.0})])
+    assert not progress.cold
+    now = 8.0
+    lane.enter("wait_groups")
+    now = 9.0
+    deliveries = tuple(GroupDelivery(f"{i}-0", 7, group(i, 1, 0, kind="train")) for i in range(2))
+    batch = Batch(PolicyVersion(1, 3), deliveries, (1, 4), ())
+    peers = [
+        producer("p1", seconds={"decode": 12.0, "wait_tasks": 1.0}, idle=0.25, tokens_per_s=300.0),
+        producer("p2", seconds={"decode": 1.0}, idle=0.75, tokens_per_s=100.0),
+        producer("p3"),
+    ]
+    progress.step(batch, result(skipped="the loss is not finite"), peers)
+    progress.summarize(
+        None, Result(8, 0.75, 0, ()), [Balance("train", 3, 1, {"trained": 2})], 3, tmp_path / "model", []
+    )
+    progress.close()
+
+    (line,) = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert (line["step"], line["lag"], line["lag_histogram"]) == (3, 2.5, {"1": 1, "4": 1})
+    assert line["idle_wait"] == {"trainer": 0.1111, "producers": 0.5}
+    assert line["generated_tokens_per_s"] == 400.0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"], summary["steps"]) == (None, 0.75, 3)
+    assert summary["seconds"] == {
+        "trainer": {"train": 3.0, "wait_groups": 1.0},
+        "producers": {"decode": 3.0, "wait_tasks": 1.0},
+    }
+    assert summary["idle_wait"] == {"trainer": 0.25, "producers": 0.25}
+    assert summary["balance"]["train"]["closed"]
+    text = metrics.render().decode()
+    assert 'headrace_trainer_steps_total{outcome="the loss is not finite",run="r",service="trainer"} 1.0' in text
+    assert 'headrace_trainer_lag_bucket{le="3.0",run="r",service="trainer"} 1.0' in text
+    assert 'headrace_phase_seconds_total{lane="trainer",phase="wait_groups"' in text
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServiceError, match="cannot be written"):
+        Progress(tmp_path / "file", Lane("trainer", "load"), Metrics("r", "trainer"))
