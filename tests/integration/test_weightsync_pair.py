@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from weightsync.transports.shm import ShmTransport
 
 torch.set_num_threads(1)
 HOST = "this-host"
+LEASE_S = 0.6
 LAYOUT = Layout.of([("embed", "bfloat16", (32, 8)), ("norm", "float32", (7,)), ("head", "float16", (3, 5))])
 WaitUntil = Callable[..., Awaitable[None]]
 
@@ -143,6 +145,7 @@ async def receiving(
         "producer-0",
         HOST,
         run_id=(await trainer.port.record()).run_id,
+        lease_s=LEASE_S,
         block_ms=50,
         round_bytes=round_bytes,
         transport=ShmAndNews(arena, news) if news else ShmTransport(HOST, arena),
@@ -226,7 +229,7 @@ async def test_manifest_that_is_not_sealed_or_not_this_versions_is_refused(
 ) -> None:
     engine = Engine()
     assert await trainer.publish(0)
-    wrong = replace(await trainer.manifest(0), **change)
+    wrong = replace(await trainer.manifest(0), **{"version": trainer.version(1), **change})
     await trainer.port.publish_head(trainer.fence, trainer.version(1), encode(wrong))
     async with receiving(trainer, engine) as receiver:
         await wait_until(lambda: receiver.stats().refused >= 1, "the manifest is refused")
@@ -268,6 +271,47 @@ async def test_version_freed_while_it_is_staged_is_still_whole(trainer: Trainer,
     async with receiving(trainer, engine, news=free, round_bytes=100):
         await wait_until(lambda: engine.version == trainer.version(0), "the version is committed")
     assert engine.front.tobytes() == flat(tensors(0))
+
+
+async def test_version_is_leased_as_long_as_it_is_read(trainer: Trainer, wait_until: WaitUntil) -> None:
+    engine, held = Engine(), {}
+
+    async def outlast_the_lease() -> None:
+        until = time.monotonic() + 2.5 * LEASE_S
+        await wait_until(lambda: time.monotonic() > until, "the first lease would have lapsed")
+        held.update(await trainer.port.leased())
+
+    assert await trainer.publish(0)
+    async with receiving(trainer, engine, news=outlast_the_lease):
+        await wait_until(lambda: engine.version == trainer.version(0), "the version is committed")
+    assert held == {trainer.version(0): ["producer-0"]}
+
+
+async def test_failing_version_is_tried_ever_more_slowly(
+    trainer: Trainer, run_id: str, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    waits: list[tuple[PolicyVersion | None, int]] = []
+    wait_head = trainer.port.wait_head
+
+    async def noted(after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
+        waits.append((after, block_ms))
+        return await wait_head(after, block_ms)
+
+    assert await trainer.publish(0)
+    for name in trainer.arena.segments():
+        trainer.arena.remove(name)
+    monkeypatch.setattr(trainer.port, "wait_head", noted)
+    stopping = asyncio.Event()
+    transport = ShmTransport(HOST, trainer.arena)
+    receiver = Receiver(trainer.port, Engine(), "p", HOST, run_id=run_id, block_ms=300, transport=transport)
+    task = asyncio.create_task(receiver.run(stopping))
+    await wait_until(lambda: len(waits) >= 6, "five failures")
+    stopping.set()
+    await task
+    first, *later = waits
+    assert first == (None, 300)
+    assert {after for after, _ in later} == {trainer.version(0)}
+    assert [block_ms for _, block_ms in later[:5]] == [51, 101, 201, 300, 300]
 
 
 async def test_staging_gives_way_once_to_a_newer_version_and_then_finishes(

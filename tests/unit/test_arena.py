@@ -115,13 +115,23 @@ def test_segment_of_another_size_or_kind_is_refused(arena: Arena) -> None:
 
 
 def test_full_memory_is_a_sentence_and_leaves_nothing() -> None:
+    """Asks for a petabyte: more than any machine could begin to allocate before it refuses."""
     shared = Path("/dev/shm")
     if not shared.is_dir():
         pytest.skip("this machine has no /dev/shm")
-    free = os.statvfs(shared)
     with pytest.raises(WeightError, match=r"MB left, a weight version needs \d+ MB; enlarge it .*max_live_versions"):
-        Arena(shared).create("full-test", VERSION, free.f_blocks * free.f_frsize + (1 << 20))
+        Arena(shared).create("full-test", VERSION, 1 << 50)
     assert Arena(shared).segments("full-test") == []
+
+
+def test_name_that_is_taken_is_never_overwritten(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "00000000")
+    name = fill(arena, b"first")
+    with pytest.raises(WeightError, match="File exists"):
+        fill(arena, b"other")
+    data = arena.open(str(name), 5)
+    assert data is not None
+    assert data.tobytes() == b"first"
 
 
 def test_run_id_that_cannot_be_in_a_name_is_refused(arena: Arena) -> None:
