@@ -46,6 +46,8 @@ QUICK_S = 3.0
 """How long services may take to leave when there is nothing left to save."""
 TRAINER_S = 125.0
 """How long the trainer may take for its step and checkpoint; a little longer than it allows itself."""
+START_S = 900.0
+"""A service that has not joined by then is killed and counted as dead; loading a large model takes minutes."""
 GRACE_S = 15.0
 """Beyond a producer's own drain time."""
 WEIGHTS_S = 10.0
@@ -192,6 +194,7 @@ class Launcher:
         while not stopped:
             self._peers = await self._operator.peers()
             self._mark_joined()
+            self._end_stuck_starts()
             self._answer_orders()
             await self._heartbeat()
             stopped = await self._service.sleep(HEARTBEAT_S)
@@ -236,6 +239,7 @@ class Launcher:
             for part in scaling.drained:
                 if part.child is not None and now >= scaling.deadline:
                     part.child.kill()
+                self._services.cores.give_back(part.name)
             self._scalings.remove(scaling)
             self._report("producers", "scaled", answer)
             # Only the newest answers are kept: their senders read them within seconds.
@@ -251,6 +255,17 @@ class Launcher:
             if not part.joined and part.child is not None and part.child.pid in by_pid:
                 part.joined = True
                 self._report(part.name, "joined", "")
+
+    def _end_stuck_starts(self) -> None:
+        """A process that never joins holds the run up as a dead one would, and is treated as one."""
+        assert self._supervisor is not None
+        for part in self._supervisor.parts.values():
+            child = part.child
+            if part.role == "redis" or part.joined or child is None or child.code is not None:
+                continue
+            if time.monotonic() - child.started > START_S:
+                self._report(part.name, "stuck", f"process {child.pid} had not joined after {START_S:.0f} s")
+                child.kill()
 
     async def _heartbeat(self) -> None:
         assert self._supervisor is not None
@@ -331,8 +346,8 @@ class Launcher:
 
 
 def _word(part: Part) -> str:
+    if not part.running:
+        return "ended" if part.child is not None and part.child.code == 0 else "restarting"
     if part.leaving:
         return "draining"
-    if not part.running:
-        return "restarting" if part.child is not None else "starting"
     return "running" if part.joined or part.role == "redis" else "starting"
