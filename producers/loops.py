@@ -12,7 +12,8 @@ Wait graph, one line per loop: what it consumes, what it waits for, who wakes it
     renew      the ids that jobs hold           a quarter of the lease
     heartbeat  the engine's counters            a quarter of the lease
     orders     stream `orders`                  an order; the operator or the trainer, else its own block time
-    close      the end of `take`                `take`, which ends after `stopping` once no job is left or time is over
+    close      the end of `take`                `take`, which ends after `stopping` once no job is left or time is over;
+                                                then the other loops, before the broker's connection is closed
 
 Nobody waits for `renew`, `heartbeat` or `orders`. Jobs never wait for each other, only for slots of the engine and
 reward processes; both go on without them. Every job ends within its task's deadline, so no cycle can hold.
@@ -26,6 +27,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from broker.api import Order, Peer, ProducerPort
@@ -98,6 +100,9 @@ class Producer:
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
     _beating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _publishing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PUBLISHES))
+    _running: set[str] = field(default_factory=set)
+    """Loops that may still use the broker; `_alone` is set when none is left."""
+    _alone: asyncio.Event = field(default_factory=asyncio.Event)
     _clock_ms: float = 0.0
     """The broker's clock minus this event loop's."""
 
@@ -115,8 +120,10 @@ class Producer:
     def add_loops(self) -> None:
         """Register all loops with the service, which must drain longer than this producer does."""
         self.service.drain_s = self.config.producer.drain_s + 4 * GOODBYE_S
-        for loop in (self.receive_weights, self.take, self.renew, self.heartbeat, self.orders, self.close):
-            self.service.add(loop.__name__, loop)
+        for loop in (self.receive_weights, self.take, self.renew, self.heartbeat, self.orders):
+            self._running.add(loop.__name__)
+            self.service.add(loop.__name__, partial(self._until_end, loop))
+        self.service.add("close", self.close)
 
     def on_commit(self, commit: Commit) -> None:
         """A new version is in the engine: called by the receiver."""
@@ -241,8 +248,19 @@ class Producer:
             for job in late:
                 job.cancel()
 
+    async def _until_end(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await loop()
+        finally:
+            self._running.discard(loop.__name__)
+            if not self._running:
+                self._alone.set()
+
     async def _leave(self) -> None:
         await self._say_goodbye()
+        # What still waits for the broker must not find its connection closed: it would open another one.
+        if not await _within(self.config.broker.stream_block_ms / 1000 + GOODBYE_S, self._alone.wait()):
+            log.warning("%s closes before these loops have ended: %s", self.name, ", ".join(sorted(self._running)))
         await self.on_close()
 
     async def _say_goodbye(self) -> None:
