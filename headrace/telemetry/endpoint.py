@@ -38,7 +38,8 @@ class Endpoint:
         except OSError as error:
             await self._runner.cleanup()
             raise ServiceError(
-                f"telemetry.port = {port} on {host} cannot be bound ({error.strerror}); choose another or 0 for a free one"
+                f"telemetry.port = {port} on {host} cannot be bound ({error.strerror}); "
+                "choose another or 0 for a free one"
             ) from error
         self.port = self._runner.addresses[0][1]
 
