@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from broker.connect import connect_runs
+from broker.connect import MEMORY, connect_runs
 from deploy.inspection import Facts, inspect
 from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id, write_json
 from headrace.config import BrokerConfig, Config
@@ -72,6 +72,10 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
 
 
 async def _reach(url: str, config: BrokerConfig) -> None:
+    if url.startswith(MEMORY):
+        raise ConfigError(
+            f"{MEMORY} is one process's own broker; the services of a run need a Redis that all can reach"
+        )
     runs = connect_runs(url, config)
     try:
         await runs.ping()

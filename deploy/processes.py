@@ -37,12 +37,13 @@ class Command:
 class Child:
     """A running (or ended) child in a session of its own: Ctrl-C on the terminal reaches the launcher only."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, log_start: int) -> None:
+        """`log_start` is the log's size before the start: what comes after it is this child's."""
         self._process = process
         self._pidfd = os.pidfd_open(process.pid)
         self._swept = False
         self.log = log
-        self.log_start = log.stat().st_size
+        self._log_start = log_start
         self.started = time.monotonic()
 
     @classmethod
@@ -51,6 +52,7 @@ class Child:
         try:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             with command.log.open("ab") as log:
+                log_start = os.fstat(log.fileno()).st_size
                 process = subprocess.Popen(
                     command.argv,
                     stdin=subprocess.DEVNULL,
@@ -63,7 +65,7 @@ class Child:
                 )
         except OSError as error:
             raise ServiceError(f"{command.argv[0]} cannot be started: {error.strerror} ({error.filename})") from error
-        return cls(process, command.log)
+        return cls(process, command.log, log_start)
 
     @property
     def pid(self) -> int:
@@ -125,7 +127,7 @@ class Child:
         try:
             with self.log.open("rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
-                stream.seek(max(self.log_start, size - _TAIL_BYTES))
+                stream.seek(max(self._log_start, size - _TAIL_BYTES))
                 text = stream.read(_TAIL_BYTES).decode("utf-8", "replace")
         except OSError as error:
             return [f"(log {self.log} cannot be read: {error.strerror})"]

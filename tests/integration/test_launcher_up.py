@@ -406,6 +406,7 @@ def test_a_taken_port_is_one_sentence(project: Project) -> None:
     [
         ("redis://:secret-word@127.0.0.1:1/0", "Redis at 127.0.0.1:1 cannot be reached"),
         ("http://secret-word", "the Redis URL must look like"),
+        ("memory:", "memory: is one process's own broker"),
     ],
 )
 def test_a_redis_that_cannot_be_reached_is_one_sentence(url: str, sentence: str, project: Project) -> None:
