@@ -34,8 +34,9 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 class Arithmetic:
     """Expressions of `terms` numbers with up to `digits` digits, joined by `operators`.
 
-    Its own reward is `exact` for the bare right number, `trailing` when the last number of more text is right,
-    else 0. A rollout is correct when its last number is right. About `held_out` expressions are kept from
+    Its own reward is `exact` for the bare right number, `ended` for text that ends by itself with the right number as
+    its last one, `cut` when that text was cut off at the token limit, else 0: the model learns to answer, then to
+    stop, then to be brief. A rollout is correct when its last number is right. About `held_out` expressions are kept from
     training; when all operators of an expression commute, the other orders of its numbers are held out with it.
     """
 
@@ -47,7 +48,8 @@ class Arithmetic:
         operators: Sequence[str] = ("+",),
         prompt: str = PROMPT,
         exact: float = 1.0,
-        trailing: float = 0.3,
+        ended: float = 0.8,
+        cut: float = 0.3,
         held_out: int = 24,
     ) -> None:
         """Raises EnvironmentLoadError for an option that is out of range."""
@@ -58,7 +60,7 @@ class Arithmetic:
             raise EnvironmentLoadError(
                 f"arithmetic: held_out = {held_out} is not between 0 and half of the {len(self._space)} expressions"
             )
-        self._prompt, self._exact, self._trailing = prompt, float(exact), float(trailing)
+        self._prompt, self._exact, self._ended, self._cut = prompt, float(exact), float(ended), float(cut)
         self._held_out = held_out_ranks(self._space, held_out)
         self._skips = [rank - place for place, rank in enumerate(self._held_out)]
 
@@ -78,7 +80,9 @@ class Arithmetic:
     async def score(self, rollout: Rollout) -> float:
         if rollout.completion.strip() == str(rollout.answer):
             return self._exact
-        return self._trailing if self.correct(rollout) else 0.0
+        if not self.correct(rollout):
+            return 0.0
+        return self._ended if rollout.finish_reason == "stop" else self._cut
 
     def correct(self, rollout: Rollout) -> bool:
         return last_number(rollout.completion) == float(rollout.answer)

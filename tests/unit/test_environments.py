@@ -14,8 +14,8 @@ from producers.environments.arithmetic import Arithmetic, Space, held_out_ranks,
 from producers.environments.registry import build_environment, environments_of, load_reward
 
 
-def rollout(completion: str, answer: object) -> Rollout:
-    return Rollout("arithmetic", 0, "", completion, (Turn(completion, "stop"),), answer, "stop")
+def rollout(completion: str, answer: object, finish: str = "stop") -> Rollout:
+    return Rollout("arithmetic", 0, "", completion, (Turn(completion, finish),), answer, finish)
 
 
 def prompts(environment: Arithmetic, split: str) -> list[str]:
@@ -46,16 +46,16 @@ def test_the_held_out_sums_are_the_same_in_every_process() -> None:
     [
         ("11", 1.0, True),
         (" 11\n", 1.0, True),
-        ("4 + 7 = 11", 0.3, True),
-        ("The answer is 11.", 0.3, True),
+        ("4 + 7 = 11", 0.8, True),
+        ("The answer is 11.", 0.8, True),
         ("11, or is it 12?", 0.0, False),
         ("eleven", 0.0, False),
         ("", 0.0, False),
         ("-11", 0.0, False),
-        ("4-11", 0.3, True),
+        ("4-11", 0.8, True),
         ("111", 0.0, False),
         ("1.11", 0.0, False),
-        ("11.0", 0.3, True),
+        ("11.0", 0.8, True),
     ],
 )
 def test_the_reward_of_a_completion(completion: str, reward: float, correct: bool) -> None:
@@ -65,9 +65,10 @@ def test_the_reward_of_a_completion(completion: str, reward: float, correct: boo
 
 
 def test_reward_values_and_prompt_are_options() -> None:
-    environment = Arithmetic(exact=2.0, trailing=0.5, prompt="{expression} =", digits=2, terms=3, operators=["*", "-"])
+    environment = Arithmetic(exact=2.0, ended=0.5, cut=0.1, prompt="{expression} =", digits=2, terms=3, operators=["*", "-"])
     assert asyncio.run(environment.score(rollout("11", 11))) == 2.0
     assert asyncio.run(environment.score(rollout("so 11", 11))) == 0.5
+    assert asyncio.run(environment.score(rollout("so 11", 11, "length"))) == 0.1
     episode = environment.episode("train", 12345, 0)
     expression = asyncio.run(episode.reset()).messages[0].content.removesuffix(" =")
     assert eval(expression) == episode.answer
