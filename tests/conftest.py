@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
+import hypothesis
 import pytest
 import redis
 
@@ -14,6 +15,10 @@ from broker.messages import SCHEMA
 from headrace.config import BrokerConfig, Config
 from tests import support
 from tests.support import RedisProcess
+
+# How long an example takes depends on the machine; that is for the benchmarks.
+hypothesis.settings.register_profile("headrace", deadline=None)
+hypothesis.settings.load_profile("headrace")
 
 BROKER = BrokerConfig(stream_block_ms=500, connect_timeout_s=10.0, max_deliveries=3)
 _numbers = itertools.count()

@@ -164,7 +164,7 @@ async def walk(url: str, record: RunRecord, steps: list[tuple[Any, ...]]) -> lis
         await runs.close()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, min_size=5, max_size=40))
 def test_the_sheet_closes_and_the_brokers_agree(
     redis_url: str, record: RunRecord, steps: list[tuple[Any, ...]]

@@ -274,17 +274,18 @@ async def test_version_freed_while_it_is_staged_is_still_whole(trainer: Trainer,
 
 
 async def test_version_is_leased_as_long_as_it_is_read(trainer: Trainer, wait_until: WaitUntil) -> None:
-    engine, held = Engine(), {}
+    engine, held = Engine(), []
 
     async def outlast_the_lease() -> None:
+        held.append(await trainer.port.leased())
         until = time.monotonic() + 2.5 * LEASE_S
         await wait_until(lambda: time.monotonic() > until, "the first lease would have lapsed")
-        held.update(await trainer.port.leased())
+        held.append(await trainer.port.leased())
 
     assert await trainer.publish(0)
     async with receiving(trainer, engine, news=outlast_the_lease):
         await wait_until(lambda: engine.version == trainer.version(0), "the version is committed")
-    assert held == {trainer.version(0): ["producer-0"]}
+    assert held == [{trainer.version(0): ["producer-0"]}] * 2
 
 
 async def test_failing_version_is_tried_ever_more_slowly(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import WeightError
@@ -60,13 +60,11 @@ names = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(names)
 def test_name_is_read_back_as_it_was_written(name: SegmentName) -> None:
     assert SegmentName.parse(str(name)) == name
 
 
-@settings(deadline=None)
 @given(st.text(max_size=80))
 def test_other_text_is_no_name(text: str) -> None:
     assert SegmentName.parse(text) is None
@@ -120,8 +118,8 @@ def test_full_memory_is_a_sentence_and_leaves_nothing() -> None:
     if not shared.is_dir():
         pytest.skip("this machine has no /dev/shm")
     with pytest.raises(WeightError, match=r"MB left, a weight version needs \d+ MB; enlarge it .*max_live_versions"):
-        Arena(shared).create("full-test", VERSION, 1 << 50)
-    assert Arena(shared).segments("full-test") == []
+        Arena(shared).create(f"full-{os.getpid()}", VERSION, 1 << 50)
+    assert Arena(shared).segments(f"full-{os.getpid()}") == []
 
 
 def test_name_that_is_taken_is_never_overwritten(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.version import PolicyVersion
@@ -15,7 +15,6 @@ held_lists = st.lists(st.tuples(versions, st.booleans()), max_size=10, unique_by
 )
 
 
-@settings(deadline=None)
 @given(held_lists, st.none() | versions, st.sets(versions, max_size=4))
 def test_nothing_needed_is_freed_and_nothing_useless_is_kept(
     held: list[Held], head: PolicyVersion | None, leased: set[PolicyVersion]
@@ -26,7 +25,6 @@ def test_nothing_needed_is_freed_and_nothing_useless_is_kept(
         assert (item.name not in freed) == (item.version in leased or item.version == head or being_filled)
 
 
-@settings(deadline=None)
 @given(held_lists, versions, st.sets(versions, max_size=4))
 def test_without_a_living_owner_only_the_head_and_leased_versions_stay(
     held: list[Held], head: PolicyVersion, leased: set[PolicyVersion]
@@ -37,7 +35,6 @@ def test_without_a_living_owner_only_the_head_and_leased_versions_stay(
     assert staying <= leased | {head}
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 3000))
 def test_rounds_cover_every_byte_once(nbytes: int, round_bytes: int) -> None:
     parts = list(rounds(nbytes, round_bytes))
@@ -45,7 +42,6 @@ def test_rounds_cover_every_byte_once(nbytes: int, round_bytes: int) -> None:
     assert all(0 < end - start <= round_bytes for start, end in parts)
 
 
-@settings(deadline=None)
 @given(versions, st.none() | versions, st.integers(0, 100), st.integers(0, 3))
 def test_staging_gives_way_only_to_a_newer_version_early_and_once_in_a_row(
     staging: PolicyVersion, newest: PolicyVersion | None, staged: int, skips: int
@@ -54,7 +50,6 @@ def test_staging_gives_way_only_to_a_newer_version_early_and_once_in_a_row(
     assert gives_way(staging, newest, staged, 100, skips) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(-3, 2000))
 def test_backoff_grows_and_is_bounded(failures: int) -> None:
     assert 0 <= backoff_s(failures) <= backoff_s(failures + 1) <= LAST_BACKOFF_S

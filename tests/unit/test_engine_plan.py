@@ -74,7 +74,7 @@ def test_a_single_token_prompt_just_decodes() -> None:
     assert (plan.decode, plan.chunks, plan.copies, plan.begins) == ((0, 1), (), (), (0, 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_every_occupied_slot_moves_or_waits_for_a_reason(data: st.DataObject) -> None:
     count, budget = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 12))
@@ -106,7 +106,7 @@ def test_a_sequence_gives_its_tokens_across_prompt_and_completion() -> None:
     assert one.token_ids(4, 1).tolist() == [101]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * PAGE)), max_size=30))
 def test_pages_belong_to_one_slot_and_come_lowest_first(steps: list[tuple[int, int]]) -> None:
     table, lengths = PageTable(4, 2 * PAGE), [0] * 4

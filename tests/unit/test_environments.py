@@ -65,7 +65,9 @@ def test_the_reward_of_a_completion(completion: str, reward: float, correct: boo
 
 
 def test_reward_values_and_prompt_are_options() -> None:
-    environment = Arithmetic(exact=2.0, ended=0.5, cut=0.1, prompt="{expression} =", digits=2, terms=3, operators=["*", "-"])
+    environment = Arithmetic(
+        exact=2.0, ended=0.5, cut=0.1, prompt="{expression} =", digits=2, terms=3, operators=["*", "-"]
+    )
     assert asyncio.run(environment.score(rollout("11", 11))) == 2.0
     assert asyncio.run(environment.score(rollout("so 11", 11))) == 0.5
     assert asyncio.run(environment.score(rollout("so 11", 11, "length"))) == 0.1

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.losses import LOSSES, Denominators, LossSettings, LossTokens, loss, surrogate
@@ -50,7 +50,6 @@ def test_grpo_averages_over_rollouts_and_dr_grpo_by_a_constant() -> None:
     assert float(loss("dr_grpo")(tokens, denominators, SETTINGS)) == pytest.approx(-7 / 40)
 
 
-@settings(deadline=None)  # the first call pays for torch
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 40), pieces=st.integers(1, 5))
 def test_accumulation_over_microbatches_equals_one_batch(seed: int, count: int, pieces: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgpack
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.messages import SCHEMA
@@ -77,7 +77,6 @@ def body_with(index: int, value: object) -> bytes:
     return enveloped(body)
 
 
-@settings(deadline=None)
 @given(shapes)
 def test_tensors_lie_aligned_apart_and_in_order(items: list[tuple[str, str, tuple[int, ...]]]) -> None:
     layout = Layout.of(items)
@@ -91,13 +90,11 @@ def test_tensors_lie_aligned_apart_and_in_order(items: list[tuple[str, str, tupl
     assert end <= layout.nbytes < end + ALIGNMENT
 
 
-@settings(deadline=None)
 @given(manifests())
 def test_decode_is_the_inverse_of_encode(manifest: Manifest) -> None:
     assert decode(encode(manifest)) == manifest
 
 
-@settings(deadline=None)
 @given(manifests(), st.data())
 def test_any_flipped_bit_is_refused(manifest: Manifest, data: st.DataObject) -> None:
     wire = bytearray(encode(manifest))
@@ -106,7 +103,6 @@ def test_any_flipped_bit_is_refused(manifest: Manifest, data: st.DataObject) -> 
         decode(bytes(wire))
 
 
-@settings(deadline=None)
 @given(manifests(), st.data())
 def test_any_truncation_is_refused(manifest: Manifest, data: st.DataObject) -> None:
     wire = encode(manifest)
@@ -114,7 +110,6 @@ def test_any_truncation_is_refused(manifest: Manifest, data: st.DataObject) -> N
         decode(wire[: data.draw(st.integers(0, len(wire) - 1))])
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(WireError):
@@ -128,7 +123,6 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.integers(0, 8), values)
 def test_a_wrong_field_under_a_right_digest_is_refused_or_sound(index: int, value: object) -> None:
     try:

@@ -93,7 +93,7 @@ def gradients(net: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["llama", "cohere"])
 @pytest.mark.parametrize("one_product", [512, 0])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(made=groups(), budget=st.integers(8, 60), temperature=st.sampled_from([1.0, 0.7]))
 def test_packed_equals_plain(
     kind: str, one_product: int, made: list[list[Sample]], budget: int, temperature: float
@@ -121,7 +121,6 @@ def test_packed_equals_plain(
     torch.testing.assert_close(gradients(net), gradients(reference), atol=1e-4, rtol=1e-3)
 
 
-@settings(deadline=None)
 @given(made=groups(), budget=st.integers(8, 60))
 def test_rows_keep_the_budget_and_compute_a_prompt_once(made: list[list[Sample]], budget: int) -> None:
     rows = pack(made, budget)

@@ -159,6 +159,16 @@ def test_steps_and_summary(tmp_path: Path) -> None:
     assert 'headrace_phase_seconds_total{lane="trainer",phase="wait_groups"' in text
 
 
+def test_producers_that_say_only_how_idle_they_are(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, Lane("trainer", "load"), Metrics("r", "trainer"))
+    progress.warm([])
+    batch = Batch(PolicyVersion(1, 1), (GroupDelivery("1-0", 7, group(1, 1)),), (0,), ())
+    progress.step(batch, result(), [producer("p1", idle=0.5)])
+    progress.summarize(None, None, [], 1, tmp_path, [])
+    progress.close()
+    assert json.loads((tmp_path / "summary.json").read_text())["idle_wait"]["producers"] == 0.5
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ServiceError, match="cannot be written"):
