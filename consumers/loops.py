@@ -200,8 +200,7 @@ class TrainerLoops:
 
         with self._lane.during("export"):
             await self._in_worker(export)
-        peers, balance = await self._port.peers(), await self._port.balance()
-        self._progress.summarize(before, after, balance, books.formed, out, peers)
+        self._progress.summarize(before, after, await self._port.balance(), books.formed, out)
         await self._port.finish(self._fence, "finished", f"all {books.formed} steps are made")
 
     # -- evaluation

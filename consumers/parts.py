@@ -78,7 +78,7 @@ def build(record: RunRecord, fence: Fence, found: tuple[PolicyVersion, Path] | N
     """
     config = Config.model_validate(record.config)
     keep_freed_memory()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
     model_folder = resolve_model(config.model.path)

@@ -39,6 +39,8 @@ class Progress:
         self._seconds = lane.seconds()
         self._warm: tuple[Phases, dict[str, Phases]] | None = None
         self._last: tuple[Phases, dict[str, Phases]] | None = None
+        self._said = [0.0, 0.0]
+        """Seconds of steps, and of them what producers said they were idle."""
         self.figures: dict[str, Any] = {"idle": 0.0, "tokens_per_s": 0.0}
         """Of the last step, for the heartbeat."""
         metrics.watch(lane)
@@ -68,6 +70,9 @@ class Progress:
         generated = sum(float(state.get("tokens_per_s", 0.0)) for state in producers)
         self.figures = {"idle": round(idle, 4), "tokens_per_s": round(result.tokens / wall, 1)}
         idle_wait = {"trainer": round(idle, 4)} | ({"producers": round(sum(waits) / len(waits), 4)} if waits else {})
+        if waits:
+            self._said[0] += wall
+            self._said[1] += wall * sum(waits) / len(waits)
         self._steps.write(
             "step",
             step=batch.version.step,
@@ -99,18 +104,21 @@ class Progress:
         balance: Iterable[Balance],
         steps: int,
         exported: Path,
-        peers: list[Peer],
     ) -> None:
         """Write `summary.json`. Idle waits are from the first batch to the last step. Raises ServiceError."""
         trainer, producers = self._since_warm()
         seconds = {"trainer": trainer} | ({"producers": producers} if producers else {})
+        idle_wait = {stage: round(idle_fraction(phases), 4) for stage, phases in seconds.items()}
+        if self._said[0]:
+            # Engines without a lane say only how idle they were lately.
+            idle_wait.setdefault("producers", round(self._said[1] / self._said[0], 4))
         summary = {
             "accuracy_before": before.accuracy if before else None,
             "accuracy_after": after.accuracy if after else None,
             "evaluation_samples": after.samples if after else 0,
             "wall_s": round(time.perf_counter() - self._started, 1),
             "steps": steps,
-            "idle_wait": {stage: round(idle_fraction(phases), 4) for stage, phases in seconds.items()},
+            "idle_wait": idle_wait,
             "seconds": {
                 stage: {phase: round(spent, 2) for phase, spent in phases.items()} for stage, phases in seconds.items()
             },

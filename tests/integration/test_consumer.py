@@ -258,6 +258,16 @@ async def test_a_killed_trainer_goes_on_to_the_same_weights(
     assert summary["balance"]["train"]["outstanding"] == 0
 
 
+async def test_without_lag_every_group_is_sampled_from_the_newest_version(begin: Begin, trainers: Trainers) -> None:
+    sections = {"run": {"steps": 4}, "staleness": {"max_lag": 0}, "evaluation": {"prompts": 0}}
+    _port, player, folder = await begin(**sections)
+    process = trainers.start()
+    stderr = await trainers.end(process)
+    assert process.returncode == 0, stderr
+    assert [line["lag"] for line in lines(folder)] == [0, 0, 0, 0]
+    assert [delivery.task.min_version.step for delivery in player.answered] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 async def test_a_run_that_was_trained_before_needs_resume(begin: Begin, trainers: Trainers) -> None:
     await begin(run={"steps": 1}, evaluation={"prompts": 0})
     await trainers.end(trainers.start())

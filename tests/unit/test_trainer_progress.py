@@ -136,9 +136,7 @@ def test_steps_and_summary(tmp_path: Path) -> None:
         producer("p3"),
     ]
     progress.step(batch, result(skipped="the loss is not finite"), peers)
-    progress.summarize(
-        None, Result(8, 0.75, 0, ()), [Balance("train", 3, 1, {"trained": 2})], 3, tmp_path / "model", []
-    )
+    progress.summarize(None, Result(8, 0.75, 0, ()), [Balance("train", 3, 1, {"trained": 2})], 3, tmp_path / "model")
     progress.close()
 
     (line,) = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
@@ -164,7 +162,7 @@ def test_producers_that_say_only_how_idle_they_are(tmp_path: Path) -> None:
     progress.warm([])
     batch = Batch(PolicyVersion(1, 1), (GroupDelivery("1-0", 7, group(1, 1)),), (0,), ())
     progress.step(batch, result(), [producer("p1", idle=0.5)])
-    progress.summarize(None, None, [], 1, tmp_path, [])
+    progress.summarize(None, None, [], 1, tmp_path)
     progress.close()
     assert json.loads((tmp_path / "summary.json").read_text())["idle_wait"]["producers"] == 0.5
 
