@@ -291,7 +291,8 @@ async def test_a_drain_finishes_what_plays_and_takes_nothing_more(setting: Setti
     async with scene.producer() as producer:
         await scene.trainer.admit(*names)
         await wait_until(lambda: len(producer.held) >= 2, "tasks are held")
-        await scene.trainer.port.order(Order("", "drain", target="somebody else"))
+        producer._obey(Order("1-0", "drain", target="somebody else"))
+        assert not producer.service.stopping.is_set()
         await scene.trainer.port.order(Order("", "drain", target="p1"))
         await wait_until(producer.service.stopping.is_set, "the order has come")
         playing = [held.delivery.task.task_id for held in producer.held.values()]
@@ -390,7 +391,7 @@ async def test_a_task_that_was_taken_over_is_dropped(setting: Setting) -> None:
         await wait_until(lambda: len(producer.held) == 1, "the task is held")
         await scene.trainer.port.give_back("p1", list(producer.held))
         first = next(iter(producer.held.values()))
-        await wait_until(lambda: first.job is not None and first.job.done(), "its job was cancelled")
+        await wait_until(lambda: first.job is not None and first.job.cancelled(), "its job was cancelled")
         await scene.trainer.port.order(Order("", "stop"))
         await wait_until(producer.service.stopping.is_set, "the order has come")
 

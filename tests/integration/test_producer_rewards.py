@@ -112,7 +112,8 @@ async def test_rewards_come_back_and_failures_are_reasons(scorer: Scorer, file: 
 @pytest.mark.parametrize("how", ["hang", "hang politely"])
 async def test_a_reward_that_hangs_is_killed_and_the_others_are_scored(scorer: Scorer, file: Path, how: str) -> None:
     calls = [scorer.score("own", "train", rollout(what, file)) for what in ("fine", how, "fine")]
-    before, hung, after = await asyncio.gather(*calls)
+    async with asyncio.timeout(20):
+        before, hung, after = await asyncio.gather(*calls)
     assert hung == Score(failure="reward took longer than 1 s")
     assert before == after == Score(0.75)
     assert scorer.open_calls == 0

@@ -18,7 +18,7 @@ from headrace.config import SamplingConfig
 from headrace.errors import EngineError
 from headrace.version import PolicyVersion
 from producers.chat import ByteChat
-from producers.engines.api import Completion
+from producers.engines.api import Completion, Request
 from producers.engines.scripted import ScriptedEngine
 from producers.environments.api import Done, Episode, Message, Observation, Rollout, Turn
 from producers.environments.single_turn import SingleTurn
@@ -206,6 +206,38 @@ async def test_a_cancelled_rollout_frees_its_slot() -> None:
     await asyncio.wait({rollout})
     assert engine.stats().busy_slots == engine.stats().waiting == 0
     await engine.close()
+
+
+class Silent(ScriptedEngine):
+    """Takes requests and never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(context_length=200)
+        self.asked: list[Request] = []
+        self.aborted: list[str] = []
+
+    async def generate(self, request: Request) -> Completion:
+        self.asked.append(request)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+async def test_a_request_asks_for_no_more_than_the_context_holds_and_is_aborted_when_cancelled() -> None:
+    engine = Silent()
+    environment = Chats(lambda index, seed: SingleTurn("x" * 189, None))
+    rollout = asyncio.ensure_future(play(player(engine, max_new_tokens=16), environment, TASK, 2))
+    async with asyncio.timeout(10):
+        while not engine.asked:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+    (request,) = engine.asked
+    assert (len(request.prompt_ids_P), request.sampling.max_new_tokens) == (190, 10)
+    assert (request.sampling.stop_token_ids, request.sampling.seed) == ((0,), request_seed(77, 2, 0))
+    rollout.cancel()
+    await asyncio.wait({rollout})
+    assert engine.aborted == [request.request_id]
 
 
 async def test_a_group_is_played_scored_and_valid(engine: ScriptedEngine) -> None:
