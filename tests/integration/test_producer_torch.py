@@ -1,0 +1,134 @@
+"""A producer with a real, tiny model: its tokenizer's template, its weights from the publisher, its digests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from broker.api import RunRecord
+from broker.connect import connect_run, connect_runs
+from broker.messages import SCHEMA, GroupDelivery, Task
+from broker.validate import Limits, check_group
+from headrace.config import BrokerConfig, Config
+from headrace.errors import Refused
+from headrace.policy.loading import layout_of, load_model, load_tokenizer, model_digests
+from headrace.service import Service
+from headrace.version import PolicyVersion
+from producers.start import Settings, start
+from tests.support import FAR_FUTURE_MS, wait_until
+from weightsync.manifest import Layout
+from weightsync.publisher import Publisher
+
+torch.set_num_threads(1)
+
+CHATML = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+BROKER = BrokerConfig(stream_block_ms=200, connect_timeout_s=5.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=258, num_key_value_heads=2, **shape)).save_pretrained(folder)
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|start|>", special=True), AddedToken("<|end|>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def record(redis_url: str, run_id: str, folder: Path, no_key_left: None) -> AsyncIterator[RunRecord]:
+    tree = {
+        "model": {"path": str(folder), "dtype": "float32", "wire_dtype": "float32", "context_length": 128},
+        "sampling": {"max_new_tokens": 12},
+        "trainer": {"group_size": 4},
+        "producer": {"slots": 8},
+        "broker": BROKER.model_dump(),
+    }
+    config = Config.model_validate(tree).model_dump(mode="json")
+    record = RunRecord(run_id, SCHEMA, config, model_digests(folder), vocab_size=258)
+    runs = connect_runs(redis_url, BROKER)
+    await runs.create(record)
+    yield record
+    await runs.delete(run_id)
+    await runs.close()
+
+
+async def test_a_real_model_plays_tasks_on_published_weights(redis_url: str, record: RunRecord, folder: Path) -> None:
+    port = connect_run(redis_url, record.run_id, BROKER)
+    fence = await port.take_fence(0)
+    model = load_model(folder, "float32")
+    publisher = Publisher(port, fence, Layout.of(layout_of(model, "float32")), record.run_id, 3)
+    version = PolicyVersion(fence.incarnation, 0)
+    service = Service("p1")
+    producer = await start(service, Settings(redis_url, record.run_id, "p1"))
+    running = asyncio.create_task(service.run())
+    groups: list[GroupDelivery] = []
+
+    async def arrived() -> bool:
+        groups.extend(await port.take_groups(fence, 8, 100))
+        return len(groups) == 2
+
+    try:
+        assert await publisher.publish(version, dict(model.named_parameters()))
+        tasks = [Task(f"t{n}", "train", "arithmetic", n, n, 4, version, FAR_FUTURE_MS) for n in range(2)]
+        await port.admit(fence, tasks)
+        await wait_until(arrived, "both groups have come", seconds=60)
+        assert producer.gauges.host.phase in ("play", "wait_score", "wait_broker", "wait_tasks")
+    finally:
+        service.stop("the test is over")
+        await asyncio.wait_for(running, 60)
+        await publisher.close()
+        await port.close()
+
+    tokenizer = load_tokenizer(folder)
+    for delivery in groups:
+        assert check_group(delivery.group, Limits(258, {"train": 4})) is None
+        for member in delivery.group.trajectories:
+            shown = tokenizer.decode(member.token_ids_T[~member.loss_mask_T].tolist())
+            assert shown.startswith("<|start|>user\nWhat is ")
+            assert shown.endswith("Reply with only the number.<|end|>\n<|start|>assistant\n")
+            assert {span.version for span in member.spans} == {version}
+            logprobs_N = expected(model, member.token_ids_T, member.loss_mask_T)
+            torch.testing.assert_close(
+                torch.from_numpy(member.logprobs_T[member.loss_mask_T].copy()), logprobs_N, atol=2e-4, rtol=1e-3
+            )
+
+
+def expected(model: torch.nn.Module, token_ids_T: object, loss_mask_T: object) -> torch.Tensor:
+    """Log-probs of the sampled tokens by the model's own forward."""
+    ids_1T = torch.as_tensor(token_ids_T, dtype=torch.long)[None]
+    with torch.inference_mode():
+        logprobs_TV = torch.log_softmax(model(ids_1T).logits[0].float(), dim=-1)
+    sampled_T = torch.as_tensor(loss_mask_T)[1:]
+    return logprobs_TV[:-1].gather(1, ids_1T[0, 1:, None])[:, 0][sampled_T]
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer", "chat_template"])
+async def test_a_producer_with_another_model_is_refused(redis_url: str, record: RunRecord, part: str) -> None:
+    runs = connect_runs(redis_url, BROKER)
+    other = replace(record, run_id=f"{record.run_id}-{part}", digests={**record.digests, part: "0" * 32})
+    await runs.create(other)
+    try:
+        with pytest.raises(Refused, match=f"{part.replace('_', ' ')} .*, the run has 0000"):
+            await start(Service("p1"), Settings(redis_url, other.run_id, "p1"))
+    finally:
+        await runs.delete(other.run_id)
+        await runs.close()
