@@ -40,7 +40,7 @@ async def start(service: Service, url: str, run_id: str, resume: bool) -> None:
     publisher = Publisher(port, fence, parts.layout, run_id, config.weights.max_live_versions)
     loops = TrainerLoops(service, port, parts, publisher, Progress(parts.folder, lane, metrics))
     endpoint = Endpoint(metrics, loops.health)
-    await endpoint.start(config.telemetry.host, int(os.environ.get("HEADRACE_METRICS_PORT", config.telemetry.port)))
+    await endpoint.start(config.telemetry.host, metrics_port(config.telemetry.port))
     loops.metrics_url = f"http://{config.telemetry.host}:{endpoint.port}/metrics"
 
     async def run() -> None:
@@ -51,6 +51,14 @@ async def start(service: Service, url: str, run_id: str, resume: bool) -> None:
             await port.close()
 
     service.add("trainer", run)
+
+
+def metrics_port(configured: int) -> int:
+    """$HEADRACE_METRICS_PORT, else as configured. Raises ConfigError for one that is no port."""
+    text = os.environ.get("HEADRACE_METRICS_PORT", str(configured))
+    if not text.isdecimal() or int(text) > 65535:
+        raise ConfigError(f"HEADRACE_METRICS_PORT = {text!r} is not a port; use 0 for a free one")
+    return int(text)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
