@@ -39,6 +39,7 @@ from headrace.version import PolicyVersion
 from producers.capacity import Capacity
 from producers.gauges import Gauges
 from producers.group import Occupancy, Stage, failed_group, play_group
+from producers.holding import Held, phase, room, too_old
 from producers.patience import Patience
 from weightsync.receiver import Commit
 
@@ -58,19 +59,6 @@ class Weights(Protocol):
     """Keeps the engine on the newest version; `weightsync.receiver.Receiver` does."""
 
     async def run(self, stopping: asyncio.Event) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """One task of this producer, from when it is taken until it is published, given back or lost."""
-
-    delivery: TaskDelivery
-    occupancy: Occupancy
-    budget_s: float
-    """Until the task's deadline, from when it was taken."""
-    waits_for_version: bool
-    publishing: bool = False
-    job: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -186,22 +174,10 @@ class Producer:
             await _whole(self._leave())
 
     def room(self) -> int:
-        """Tasks to take now: none before a version is there, nor while a task waits for a newer one."""
-        if self.version is None or any(held.waits_for_version for held in self.held.values()):
-            return 0
-        playing = [held.occupancy.playing for held in self.held.values()]
-        return self.capacity.tasks_to_take(sum(playing), playing.count(0))
+        return room(self.held.values(), self.version, self.capacity)
 
     def phase(self) -> str:
-        """What the producer as a whole is doing: it plays while any rollout does."""
-        if self.version is None:
-            return "wait_version"
-        playing = [held for held in self.held.values() if held.occupancy.playing]
-        if playing:
-            return "wait_version" if all(held.waits_for_version for held in playing) else "play"
-        if any(held.occupancy.scoring for held in self.held.values()):
-            return "wait_score"
-        return "wait_broker" if self.held else "wait_tasks"
+        return phase(self.held.values(), self.version)
 
     async def _take(self, count: int) -> list[TaskDelivery]:
         deliveries = await self.port.take(self.name, count, self.config.broker.stream_block_ms)
@@ -232,7 +208,7 @@ class Producer:
 
     async def _caught_up(self, held: Held) -> None:
         """A task may not start on a version older than it says."""
-        while self._too_old(held.delivery):
+        while too_old(self.version, held.delivery):
             await self.committed.wait()
         held.waits_for_version = False
         self.changed.set()
@@ -298,12 +274,9 @@ class Producer:
 
     def _hold(self, delivery: TaskDelivery) -> Held:
         occupancy = Occupancy(playing=delivery.task.group_size, changed=self.changed)
-        held = Held(delivery, occupancy, self._budget_s(delivery), waits_for_version=self._too_old(delivery))
+        held = Held(delivery, occupancy, self._budget_s(delivery), too_old(self.version, delivery))
         self.held[delivery.entry_id] = held
         return held
-
-    def _too_old(self, delivery: TaskDelivery) -> bool:
-        return self.version is None or self.version < delivery.task.min_version
 
     def _drop(self, entry_ids: list[str]) -> None:
         for entry_id in entry_ids:

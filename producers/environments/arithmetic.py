@@ -36,8 +36,8 @@ class Arithmetic:
 
     Its own reward is `exact` for the bare right number, `ended` for text that ends by itself with the right number as
     its last one, `cut` when that text was cut off at the token limit, else 0: the model learns to answer, then to
-    stop, then to be brief. A rollout is correct when its last number is right. About `held_out` expressions are kept from
-    training; when all operators of an expression commute, the other orders of its numbers are held out with it.
+    stop, then to be brief. A rollout is correct when its last number is right. About `held_out` expressions are kept
+    from training; when all operators of an expression commute, the other orders of its numbers are held out with it.
     """
 
     def __init__(

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from broker.messages import TaskDelivery
+from headrace.version import PolicyVersion
+from producers.capacity import Capacity
+from producers.group import Occupancy
+from producers.holding import Held, phase, room, too_old
+from tests.support import make_task
+
+OLD, NEW = PolicyVersion(1, 4), PolicyVersion(2, 0)
+
+
+def held(playing: int = 0, scoring: int = 0, waits: bool = False) -> Held:
+    return Held(TaskDelivery("1-0", 1, make_task("t")), Occupancy(playing, scoring), 10.0, waits)
+
+
+def test_a_task_starts_on_its_version_or_a_newer_one() -> None:
+    delivery = TaskDelivery("1-0", 1, replace(make_task("t"), min_version=NEW))
+    assert too_old(None, delivery)
+    assert too_old(OLD, delivery)
+    assert not too_old(NEW, delivery)
+    assert not too_old(PolicyVersion(2, 1), delivery)
+
+
+def test_room_is_what_the_slots_leave_and_nothing_while_a_version_is_missing() -> None:
+    capacity = Capacity(slots=8, group_size=4)
+    assert room([], OLD, capacity) == 3
+    assert room([held(4), held(4)], OLD, capacity) == 1
+    assert room([held(4), held(4), held(4)], OLD, capacity) == 0
+    assert room([], None, capacity) == 0
+    assert room([held(4, waits=True)], OLD, capacity) == 0
+    assert room([held()] * capacity.most_decoded, OLD, capacity) == 0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "version", "expected"),
+    [
+        ([], None, "wait_version"),
+        ([held(4)], None, "wait_version"),
+        ([], OLD, "wait_tasks"),
+        ([held(1), held(0, 3)], OLD, "play"),
+        ([held(4, waits=True), held(1)], OLD, "play"),
+        ([held(4, waits=True), held(0, 1)], OLD, "wait_version"),
+        ([held(0, 1), held()], OLD, "wait_score"),
+        ([held()], OLD, "wait_broker"),
+    ],
+)
+def test_the_phase_of_the_whole(tasks: list[Held], version: PolicyVersion | None, expected: str) -> None:
+    assert phase(tasks, version) == expected
