@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -64,8 +65,9 @@ def _examples(summary: dict[str, Any]) -> RenderableType | None:
     table = Table(title="Completions", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("prompt", "before", "after"):
         table.add_column(column, overflow="fold", ratio=1)
-    for example in examples:
-        prompt, before, after = (str(example.get(name, "")) for name in ("prompt", "before", "after"))
+    prompts = without_shared_lines([str(example.get("prompt", "")) for example in examples])
+    for prompt, example in zip(prompts, examples, strict=True):
+        before, after = (str(example.get(name, "")) for name in ("before", "after"))
         table.add_row(Text(last_part(prompt)), Text(one_line(before)), Text(one_line(after)))
     return table
 
@@ -94,7 +96,15 @@ def one_line(text: str) -> str:
     return text.strip().replace("\n", "⏎")
 
 
+def without_shared_lines(prompts: Sequence[str]) -> list[str]:
+    """The prompts without the lines that all of them have, such as those of one system message."""
+    lines = [prompt.splitlines() for prompt in prompts]
+    shared = set(lines[0]).intersection(*lines[1:]) if len(set(prompts)) > 1 else set()
+    kept = ["\n".join(line for line in some if line not in shared) for some in lines]
+    return [short or prompt for short, prompt in zip(kept, prompts, strict=True)]
+
+
 def last_part(prompt: str) -> str:
-    """The end of a prompt: what differs from one to the next, without the system message they share."""
+    """The end of a prompt that is too long for a table."""
     line = one_line(prompt)
     return line if len(line) <= _PROMPT_CHARACTERS else f"…{line[-_PROMPT_CHARACTERS:]}"

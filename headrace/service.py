@@ -49,7 +49,7 @@ class Service:
         """Run all loops until they have ended. Raises the first loop's error."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(loop(), name=name) for name, loop in self._loops.items()]
+                tasks = [group.create_task(self._ending_all(loop), name=name) for name, loop in self._loops.items()]
                 helpers = [
                     group.create_task(self._watch_drain(tasks), name="drain"),
                     group.create_task(self._watch_lag(), name="event-loop-lag"),
@@ -67,6 +67,17 @@ class Service:
         except TimeoutError:
             return False
         return True
+
+    async def _ending_all(self, loop: Loop) -> None:
+        """Run one loop; one that fails stops the others by the flag too, not only by cancelling them.
+
+        A cancellation that meets the end of a send is lost (asyncio.wait_for of Python 3.11, inside the Redis client).
+        """
+        try:
+            await loop()
+        except HeadraceError as error:
+            self.stop(str(error))
+            raise
 
     async def _watch_drain(self, tasks: list[asyncio.Task[None]]) -> None:
         await self.stopping.wait()

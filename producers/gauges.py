@@ -93,7 +93,8 @@ class Gauges:
                 f"{lane.name}.{phase}": round(s, 3) for lane in self._lanes for phase, s in lane.seconds().items()
             }
             self._journal.write("state", **figures, phases=seconds)
-        return {**figures, "metrics_url": metrics_url}
+        seconds_of_lane = {phase: round(seconds, 3) for phase, seconds in lane.items()}
+        return {**figures, "seconds": seconds_of_lane, "metrics_url": metrics_url}
 
     def event(self, event: str, **fields: Any) -> None:
         """One line in the journal, where there is one."""

@@ -21,6 +21,12 @@ async def start(service):
         await asyncio.Event().wait()
     async def fails():
         raise BrokerUnavailable("Redis at 127.0.0.1:1 cannot be reached")
+    async def deaf():
+        while not service.stopping.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                pass  # as a library that loses a cancellation
     async def crashes():
         raise KeyError("a bug")
     for name in sys.argv[1:]:
@@ -63,6 +69,12 @@ def test_a_loop_that_does_not_drain_is_cancelled(tmp_path: Path) -> None:
 
 def test_an_error_of_the_tree_is_one_sentence(tmp_path: Path) -> None:
     process = launch(tmp_path, "fails", "works")
+    _, err = process.communicate(timeout=30)
+    assert (err, process.returncode) == ("test: Redis at 127.0.0.1:1 cannot be reached\n", 3)
+
+
+def test_a_loop_that_loses_its_cancellation_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    process = launch(tmp_path, "deaf", "fails")
     _, err = process.communicate(timeout=30)
     assert (err, process.returncode) == ("test: Redis at 127.0.0.1:1 cannot be reached\n", 3)
 

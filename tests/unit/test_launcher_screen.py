@@ -10,7 +10,7 @@ from rich.console import Console
 from broker.api import Peer
 from broker.messages import Group, Trajectory, VersionSpan
 from deploy.progress import Fleet, Follower, step_line
-from deploy.report import balance_line, last_part, print_report
+from deploy.report import balance_line, last_part, print_report, without_shared_lines
 from deploy.rollouts import Decoder, rollouts_of, show
 from deploy.screen import PartView, RunView, Screen, panel
 from headrace.version import PolicyVersion
@@ -160,6 +160,17 @@ def test_a_long_prompt_shows_its_end() -> None:
     assert last_part("short\nprompt ") == "short⏎prompt"
     assert last_part("system " * 50 + "What is 1 + 1?").endswith("What is 1 + 1?")
     assert len(last_part("x" * 500)) == 73
+
+
+def test_prompts_are_shown_without_what_they_share() -> None:
+    prompts = [
+        "system\nBe brief.\nuser\nWhat is 1 + 1?\nassistant",
+        "system\nBe brief.\nuser\nWhat is 2 + 1?\nassistant",
+    ]
+    assert without_shared_lines(prompts) == ["What is 1 + 1?", "What is 2 + 1?"]
+    assert without_shared_lines(["one\nprompt"]) == ["one\nprompt"]
+    assert without_shared_lines(["same", "same"]) == ["same", "same"]
+    assert without_shared_lines(["a\nb", "a"]) == ["b", "a"]
 
 
 def test_a_decoder_reads_the_models_tokenizer(tmp_path: Path) -> None:
