@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -127,8 +128,8 @@ async def test_a_reward_that_ends_its_process_is_a_reason(scorer: Scorer, file: 
 
 async def test_a_worker_killed_while_idle_is_replaced(scorer: Scorer, file: Path) -> None:
     assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75)
-    for child in workers_of(os.getpid()):
-        child.kill()
+    (child,) = workers_of(os.getpid())
+    child.kill()
     for _ in range(20):
         if await scorer.score("own", "train", rollout("fine", file)) == Score(0.75):
             return
@@ -188,5 +189,10 @@ def test_workers_leave_when_their_producer_is_killed(tmp_path: Path) -> None:
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    children = psutil.Process(pid).children()
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    """Reward processes, and none of the other children that this test session has."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "multiprocessing.spawn" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
