@@ -235,19 +235,22 @@ class Receiver:
     async def _leased(self, version: PolicyVersion) -> AsyncIterator[None]:
         """Hold a lease on the version, renewed at a quarter of its time, released at the end."""
         await self._port.lease(version, self._holder, self._lease_s)
-        renewing = asyncio.create_task(self._renew(version), name=f"lease {version}")
+        read = asyncio.Event()
+        renewing = asyncio.create_task(self._renew(version, read), name=f"lease {version}")
         try:
             yield
         finally:
-            renewing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await renewing
+            # Not by cancelling: a cancellation that meets the end of a send is lost (asyncio.wait_for, Python 3.11).
+            read.set()
+            await renewing
             await self._port.release(version, self._holder)
 
-    async def _renew(self, version: PolicyVersion) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 4)
-            await self._port.lease(version, self._holder, self._lease_s)
+    async def _renew(self, version: PolicyVersion, read: asyncio.Event) -> None:
+        while not read.is_set():
+            try:
+                await asyncio.wait_for(read.wait(), self._lease_s / 4)
+            except TimeoutError:
+                await self._port.lease(version, self._holder, self._lease_s)
 
     def _book(self, commit: Commit) -> None:
         stats = self._stats
