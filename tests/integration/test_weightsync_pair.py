@@ -3,160 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from broker.api import Fence
 from broker.connect import Run
-from headrace.errors import Fenced, WeightError
+from headrace.errors import WeightError
 from headrace.version import PolicyVersion
+from tests.weights import HOST, LAYOUT, LEASE_S, Engine, Trainer, flat, receiving, tensors, training
 from weightsync.arena import Arena, Bytes
-from weightsync.digests import Pace
-from weightsync.manifest import Layout, Manifest, decode, encode
-from weightsync.publisher import Publisher
+from weightsync.manifest import Layout, encode
 from weightsync.receiver import Commit, Receiver
-from weightsync.transports.api import Range, Source, Unavailable
 from weightsync.transports.shm import ShmTransport
 
-torch.set_num_threads(1)
-HOST = "this-host"
-LEASE_S = 0.6
-LAYOUT = Layout.of([("embed", "bfloat16", (32, 8)), ("norm", "float32", (7,)), ("head", "float16", (3, 5))])
 WaitUntil = Callable[..., Awaitable[None]]
 
 
-class Engine:
-    """Two buffers and a version: what the receiver needs of an engine."""
-
-    def __init__(self) -> None:
-        self.version: PolicyVersion | None = None
-        self.front: Bytes = np.zeros(0, np.uint8)
-        self.history: list[PolicyVersion] = []
-        self._back: Bytes | None = None
-
-    def back_buffer(self, layout: Layout) -> Bytes:
-        if self._back is None:
-            self._back = np.zeros(layout.nbytes, np.uint8)
-        return self._back
-
-    async def commit(self, version: PolicyVersion) -> float:
-        assert self._back is not None
-        self.front, self._back = self._back, None
-        self.version = version
-        self.history.append(version)
-        return 0.0
-
-
-def tensors(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in LAYOUT.tensors}
-
-
-def flat(values: Mapping[str, torch.Tensor]) -> bytes:
-    """The bytes that the layout should hold, made without the code under test."""
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    out = np.zeros(LAYOUT.nbytes, np.uint8)
-    for spec in LAYOUT.tensors:
-        data = values[spec.name].to(dtypes[spec.dtype]).contiguous().flatten().view(torch.uint8).numpy()
-        out[spec.offset : spec.offset + spec.nbytes] = data
-    return out.tobytes()
-
-
-@dataclass
-class Trainer:
-    """A publisher under a fence."""
-
-    port: Run
-    arena: Arena
-    fence: Fence
-    publisher: Publisher
-
-    async def publish(self, step: int) -> bool:
-        return await self.publisher.publish(self.version(step), tensors(step))
-
-    def version(self, step: int) -> PolicyVersion:
-        return PolicyVersion(self.fence.incarnation, step)
-
-    async def manifest(self, step: int) -> Manifest:
-        data = await self.port.manifest(self.version(step))
-        assert data is not None
-        return decode(data)
-
-
 @pytest.fixture
-def arena(tmp_path: Path) -> Arena:
-    return Arena(tmp_path)
-
-
-@pytest.fixture
-async def trainer(run: Run, run_id: str, arena: Arena) -> AsyncIterator[Trainer]:
-    """Publishes at most two live versions. Afterwards no segment and no lease is left."""
-    fence = await run.take_fence(0)
-    trainer = Trainer(run, arena, fence, Publisher(run, fence, LAYOUT, run_id, 2, host=HOST, arena=arena))
-    yield trainer
-    await trainer.publisher.close()
-    assert list(arena.folder.iterdir()) == []
-    assert await run.leased() == {}
-
-
-class ShmAndNews(ShmTransport):
-    """The shm transport, which calls `news` after each fetch."""
-
-    def __init__(self, arena: Arena, news: Callable[[], Awaitable[object]]) -> None:
-        super().__init__(HOST, arena)
-        self._news = news
-
-    async def open(self, manifest: Manifest) -> Source | Unavailable:  # type: ignore[override]
-        source = await super().open(manifest)
-        return source if isinstance(source, Unavailable) else _SourceAndNews(source, self._news)
-
-
-class _SourceAndNews:
-    def __init__(self, source: Source, news: Callable[[], Awaitable[object]]) -> None:
-        self._source = source
-        self._news = news
-
-    async def fetch(self, ranges: Sequence[Range], out: Bytes, pace: Pace) -> Unavailable | None:
-        answer = await self._source.fetch(ranges, out, pace)
-        await self._news()
-        return answer
-
-    async def close(self) -> None:
-        await self._source.close()
-
-
-@asynccontextmanager
-async def receiving(
-    trainer: Trainer, engine: Engine, *, news: Callable[[], Awaitable[object]] | None = None, round_bytes: int = 1 << 20
-) -> AsyncIterator[Receiver]:
-    """A receiver that runs until the end of the block, and must then end by itself."""
-    arena = trainer.arena
-    receiver = Receiver(
-        trainer.port,
-        engine,
-        "producer-0",
-        HOST,
-        run_id=(await trainer.port.record()).run_id,
-        lease_s=LEASE_S,
-        block_ms=50,
-        round_bytes=round_bytes,
-        transport=ShmAndNews(arena, news) if news else ShmTransport(HOST, arena),
-    )
-    stopping = asyncio.Event()
-    task = asyncio.create_task(receiver.run(stopping))
-    try:
-        yield receiver
-    finally:
-        stopping.set()
-        await asyncio.wait_for(task, 20)
+async def trainer(run: Run, run_id: str, tmp_path: Path) -> AsyncIterator[Trainer]:
+    async with training(run, run_id, Arena(tmp_path)) as trainer:
+        yield trainer
 
 
 async def test_engine_gets_the_published_bits_and_then_the_next_version(
@@ -330,100 +199,6 @@ async def test_staging_gives_way_once_to_a_newer_version_and_then_finishes(
         assert receiver.stats().skipped >= 1
     assert engine.front.tobytes() == flat(tensors(engine.history[-1].step))
     assert trainer.version(0) not in engine.history
-
-
-async def test_publish_is_skipped_while_readers_hold_all_segments(trainer: Trainer) -> None:
-    port = trainer.port
-    assert await trainer.publish(0)
-    await port.lease(trainer.version(0), "reader", 60)
-    assert await trainer.publish(1)
-    assert not await trainer.publish(2)
-    assert trainer.publisher.stats().skipped == 1
-    assert await port.head() == trainer.version(1)
-    await port.release(trainer.version(0), "reader")
-    assert await trainer.publish(3)
-    assert [name.version.step for name in trainer.arena.segments()] == [3]
-    assert [await port.manifest(trainer.version(step)) is None for step in (0, 1, 2, 3)] == [True, True, True, False]
-
-
-async def test_event_loop_lives_while_the_publisher_casts(trainer: Trainer) -> None:
-    loop_was_free = threading.Event()
-
-    class Slow:
-        """A tensor that can be cast only once something else ran on the event loop."""
-
-        shape = (7,)
-
-        def detach(self) -> torch.Tensor:
-            asyncio.run_coroutine_threadsafe(set_free(), loop)
-            assert loop_was_free.wait(20), "the event loop stood still while a tensor was cast"
-            return torch.zeros(7)
-
-    async def set_free() -> None:
-        loop_was_free.set()
-
-    loop = asyncio.get_running_loop()
-    values: dict[str, object] = {**tensors(0), "norm": Slow()}
-    assert await trainer.publisher.publish(trainer.version(0), values)  # type: ignore[arg-type]
-
-
-async def test_fenced_trainer_leaves_no_segment(trainer: Trainer) -> None:
-    await trainer.port.take_fence(0)
-    with pytest.raises(Fenced):
-        await trainer.publish(0)
-    assert trainer.arena.segments() == []
-
-
-async def test_new_incarnation_frees_what_a_dead_one_left(trainer: Trainer, run_id: str) -> None:
-    left = trainer.arena.create(run_id, trainer.version(7), 100)
-    left.seal()
-    file = trainer.arena.folder / left.name
-    dead = file.with_name(left.name.replace(f"-{left.name.split('-')[-3]}-", "-1-"))
-    file.rename(dead)
-    fence = await trainer.port.take_fence(0)
-    publisher = Publisher(trainer.port, fence, LAYOUT, run_id, 2, host=HOST, arena=trainer.arena)
-    version = PolicyVersion(fence.incarnation, 0)
-    assert await publisher.publish(version, tensors(0))
-    assert [name.version for name in trainer.arena.segments()] == [version]
-    await publisher.close()
-    await publisher.close()
-    with pytest.raises(WeightError, match="its publisher is closed"):
-        await publisher.publish(version, tensors(0))
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda values: values.pop("norm"), "'norm' is missing"),
-        (lambda values: values.update(extra=torch.zeros(1)), "'extra' is not in the layout"),
-        (lambda values: values.update(norm=torch.zeros(8)), r"'norm' has shape \[8\]"),
-    ],
-    ids=["missing", "unknown", "shape"],
-)
-async def test_tensors_that_do_not_fit_are_named(
-    trainer: Trainer, change: Callable[[dict[str, torch.Tensor]], object], sentence: str
-) -> None:
-    values = tensors(0)
-    change(values)
-    with pytest.raises(WeightError, match=sentence):
-        await trainer.publisher.publish(trainer.version(0), values)
-    assert trainer.arena.segments() == []
-
-
-async def test_version_of_another_incarnation_is_refused(trainer: Trainer) -> None:
-    with pytest.raises(WeightError, match=f"this trainer is incarnation {trainer.fence.incarnation}"):
-        await trainer.publisher.publish(PolicyVersion(trainer.fence.incarnation + 1, 0), tensors(0))
-
-
-async def test_strided_and_already_cast_tensors_are_published_as_they_are(trainer: Trainer) -> None:
-    values = tensors(3)
-    values["embed"] = values["embed"].bfloat16().T.contiguous().T
-    assert not values["embed"].is_contiguous()
-    assert await trainer.publisher.publish(trainer.version(0), values)
-    manifest = await trainer.manifest(0)
-    data = trainer.arena.open(manifest.segment, LAYOUT.nbytes)
-    assert data is not None
-    assert data.tobytes() == flat(values)
 
 
 async def test_layout_that_does_not_fit_the_engine_ends_the_receiver(trainer: Trainer) -> None:
