@@ -5,13 +5,18 @@
     tokens_vs_static_steps    0.65   tokens/s with prefill and refilling, over tokens/s of full static decode steps
     decode_steps_vs_static    0.95   seconds of a static decode step, over those of the engine's steps without prefill
     tokens_vs_generate        3      tokens/s, over those of `generate` in static batches of the same size
+    tokens_vs_prefill_bound   -      tokens/s, over those with static steps and prompts that cost only their products
     roofline_fraction         -      seconds to read weights and live cache once, over those of a decode step
 
 SmolLM2-135M in bfloat16; 256 prompts of 32 to 48 tokens; seeded completion lengths, most 16 to 32, one in eight 256;
 end-of-text ignored. The engine is measured from its start until its queue is empty, which is when slots can no
-longer be refilled. A static step runs the same forward pass, cache, sampler and packed weights with all slots
-decoding at the engine's mean context, and nothing to schedule. `generate` runs whole batches of the same prompts, each
-as long as its longest completion. Medians of interleaved repeats; the plain name is the worst of all sizes.
+longer be refilled. A static step is the same forward pass, cache, sampler and packed weights with all slots decoding
+and nothing to schedule; a few of them run every second between two steps of the engine, at the contexts that its slots
+have then, and are taken out of its time. `generate` runs whole batches of the same prompts, each as long as its
+longest completion. The plain name of a figure is the worst of all sizes.
+
+tokens_vs_prefill_bound says how much of tokens_vs_static_steps could be reached at all: static steps for the sampled
+tokens, and for the prompt tokens nothing but their matrix products at the rate that this core reaches in this run.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +41,7 @@ from headrace.policy.prepare import resolve_model
 from headrace.policy.sampling import RowSettings, sample
 from headrace.version import PolicyVersion
 from producers.engines.api import Request, SamplingParams
-from producers.engines.decode_loop import StepTotals
+from producers.engines.decode_loop import StepTotals, Swap
 from producers.engines.model_runner import ModelRunner
 from producers.engines.torch_engine import TorchEngine
 from producers.engines.weights import EngineWeights
@@ -45,23 +51,34 @@ BARS: dict[str, float | None] = {
     "tokens_vs_static_steps": 0.65,
     "decode_steps_vs_static": 0.95,
     "tokens_vs_generate": 3.0,
+    "tokens_vs_prefill_bound": None,
     "roofline_fraction": None,
 }
 CONTEXT = 320
 LONG = 256
-STATIC_STEPS = 8
+STATIC_STEPS = 3
+STATIC_EVERY_S = 1.0
 DTYPE = "bfloat16"
+FIRST = PolicyVersion(1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
     """One run of the engine until its queue was empty."""
 
-    tokens_per_s: float
+    tokens: int
+    prompt_tokens: int
+    seconds: float
     occupancy: float
     decode_step_s: float
     """Wall time of a step without prompt tokens, scheduling and sampling included."""
+    static_step_s: float
+    """Wall time of the static steps that ran in between."""
     mean_context: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
 
 
 def workload(count: int, seed: int = 0) -> list[Request]:
@@ -80,30 +97,30 @@ class StaticSteps:
     """Full decode steps without an engine: one forward pass and one sampling call, over and over."""
 
     def __init__(self, folder: Path, slots: int) -> None:
-        model = load_model(folder, DTYPE)
+        model: Any = load_model(folder, DTYPE)
         self.bytes = sum(parameter.nbytes for parameter in model.parameters())
+        embedding: torch.Tensor = model.get_input_embeddings().weight
+        self.flops_per_prompt_token = 2 * (sum(one.numel() for one in model.parameters()) - embedding.numel())
         self._runner = ModelRunner(model, slots, CONTEXT)
         self._weights = EngineWeights(model)
-        self._slots = slots
         self._random = np.random.default_rng(0)
-        self._rows = RowSettings(np.ones(slots), np.ones(slots), np.zeros(slots, np.int64))
         self.kv_bytes_per_token = self._runner.kv_bytes_per_token
 
-    def seconds(self, mean_context: float) -> list[float]:
-        """Seconds of each of some steps. Contexts are spread evenly around the mean."""
-        slots_B = np.arange(self._slots)
-        spread = np.linspace(0.4, 1.6, self._slots) * mean_context
-        lengths_B = np.clip(spread.astype(np.int64), 1, CONTEXT - STATIC_STEPS)
-        tokens_B = self._random.integers(100, 40_000, self._slots)
+    def seconds(self, contexts: list[int]) -> list[float]:
+        """Seconds of each of a few steps that follow one another, a first one left out."""
+        slots = len(contexts)
+        slots_B, lengths_B = np.arange(slots), np.minimum(contexts, CONTEXT - STATIC_STEPS)
+        rows = RowSettings(np.ones(slots), np.ones(slots), np.zeros(slots, np.int64))
+        tokens_B = self._random.integers(100, 40_000, slots)
         taken = []
         for step in range(STATIC_STEPS):
             start = time.perf_counter()
             logits_BV = self._runner.forward(slots_B, lengths_B + step, [], tokens_B, slots_B)
-            tokens_B, _ = sample(logits_BV, self._rows, self._random.random(self._slots))
+            tokens_B, _ = sample(logits_BV, rows, self._random.random(slots))
             taken.append(time.perf_counter() - start)
-        for slot in range(self._slots):
+        for slot in range(slots):
             self._runner.table.release(slot)
-        return taken
+        return taken[1:]
 
 
 class Generate:
@@ -136,37 +153,59 @@ class Generate:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that one core reads from memory: a sum over 512 MiB, the median of five."""
+    """Bytes per second that one core reads from memory: a sum over 512 MiB."""
     words = torch.ones(1 << 26, dtype=torch.int64)
+    return words.nbytes / _seconds(words.sum)
+
+
+def product_rate() -> float:
+    """Floating-point operations per second of one core in bfloat16 products of a prompt chunk's size."""
+    x, weight = torch.randn(256, 576).bfloat16(), torch.randn(1536, 576).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    seconds = _seconds(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), repeats=50)
+    return 2 * x.numel() * weight.shape[0] / seconds
+
+
+def _seconds(call: Callable[[], object], repeats: int = 5) -> float:
     taken = []
-    for _ in range(5):
+    for _ in range(repeats):
         start = time.perf_counter()
-        words.sum()
+        call()
         taken.append(time.perf_counter() - start)
-    return words.nbytes / statistics.median(taken)
+    return statistics.median(taken)
 
 
-async def run_engine(engine: TorchEngine, requests: list[Request]) -> EngineRun:
+async def run_engine(engine: TorchEngine, requests: list[Request], static: StaticSteps) -> EngineRun:
     """Hand over all requests at once; measure until none waits for a slot, then drop what still runs."""
+    static_s: list[float] = []
+    between = Swap(FIRST, lambda: static_s.extend(static.seconds(engine.loop.contexts())))
     before, lane_before = _totals(engine), engine.lane.seconds()
     start = time.perf_counter()
     open_calls = [asyncio.create_task(engine.generate(request)) for request in requests]
     await asyncio.sleep(0.1)
-    while engine.stats().waiting > 0:  # noqa: ASYNC110 - the engine reports ends, not beginnings
+    due = start + STATIC_EVERY_S
+    while engine.stats().waiting > 0:
         await asyncio.sleep(0.01)
-    wall, after, lane = time.perf_counter() - start, _totals(engine), engine.lane.seconds()
+        if time.perf_counter() > due and engine.lane.phase != "swap":
+            engine.loop.send(between)
+            due = time.perf_counter() + STATIC_EVERY_S
+    wall, after, lane_after = time.perf_counter() - start, _totals(engine), engine.lane.seconds()
     for call in open_calls:
         call.cancel()
     await asyncio.gather(*open_calls, return_exceptions=True)
     while engine.stats().busy_slots > 0:  # noqa: ASYNC110 - as above
         await asyncio.sleep(0.01)
     pure, mixed = (_difference(one, other) for one, other in zip(after, before, strict=True))
-    steps = pure.steps + mixed.steps
+    spent = {phase: seconds - lane_before.get(phase, 0.0) for phase, seconds in lane_after.items()}
+    decode_rows = pure.rows + mixed.rows - mixed.finished_prompts
     return EngineRun(
-        tokens_per_s=(pure.rows + mixed.rows) / wall,
-        occupancy=(pure.occupied + mixed.occupied) / steps / engine.slots,
-        decode_step_s=(lane["decode"] - lane_before.get("decode", 0.0)) / pure.steps,
-        mean_context=pure.context_tokens / pure.rows,
+        tokens=pure.rows + mixed.rows,
+        prompt_tokens=mixed.prompt_tokens,
+        seconds=wall - spent["swap"],
+        occupancy=(pure.occupied + mixed.occupied) / (pure.steps + mixed.steps) / engine.slots,
+        decode_step_s=spent["decode"] / pure.steps,
+        static_step_s=statistics.mean(static_s),
+        mean_context=(pure.context_tokens + mixed.context_tokens) / decode_rows,
     )
 
 
@@ -175,14 +214,7 @@ def _totals(engine: TorchEngine) -> tuple[StepTotals, StepTotals]:
 
 
 def _difference(after: StepTotals, before: StepTotals) -> StepTotals:
-    return StepTotals(
-        steps=after.steps - before.steps,
-        seconds=after.seconds - before.seconds,
-        rows=after.rows - before.rows,
-        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
-        occupied=after.occupied - before.occupied,
-        context_tokens=after.context_tokens - before.context_tokens,
-    )
+    return StepTotals(**{one.name: getattr(after, one.name) - getattr(before, one.name) for one in fields(StepTotals)})
 
 
 async def measure(folder: Path, slots: int, repeats: int, prompts: int) -> dict[str, Figure]:
@@ -190,60 +222,54 @@ async def measure(folder: Path, slots: int, repeats: int, prompts: int) -> dict[
     requests = workload(prompts)
     engine = TorchEngine(folder, slots=slots, context_length=CONTEXT, dtype=DTYPE, device="cpu", threads=1)
     await engine.start()
-    await engine.commit(PolicyVersion(1, 0))
+    await engine.commit(FIRST)
     static, generate = StaticSteps(folder, slots), Generate(folder)
-    warm_up = [replace(one, sampling=SamplingParams(max_new_tokens=4)) for one in requests[: 2 * slots]]
-    context = (await run_engine(engine, warm_up)).mean_context
-    runs: list[EngineRun] = []
-    static_s, generate_tps, bandwidth = [], [], []
+    warm_up = [replace(one, sampling=SamplingParams(max_new_tokens=24)) for one in requests[: 3 * slots]]
+    await run_engine(engine, warm_up, static)
+    ratios: dict[str, list[Figure]] = {name: [] for name in BARS}
     for repeat in range(repeats):
-        before = static.seconds(runs[-1].mean_context if runs else context)
-        run = await run_engine(engine, requests)
-        after = static.seconds(run.mean_context)
-        runs.append(run)
-        # The first repeat knows the context only afterwards.
-        static_s.append(statistics.median([*before, *after] if len(runs) > 1 else after))
+        run = await run_engine(engine, requests, static)
         first = repeat * slots % prompts
-        generate_tps.append(generate.tokens_per_s(requests[first : first + slots]))
-        bandwidth.append(read_bandwidth())
+        generate_tps = generate.tokens_per_s(requests[first : first + slots])
+        for name, figure in figures_of(slots, run, static, generate_tps).items():
+            ratios[name].append(figure)
         print(
             f"{slots} slots, repeat {repeat + 1}: engine {run.tokens_per_s:.0f} tokens/s, decode step "
-            f"{run.decode_step_s * 1e3:.1f} ms, static step {static_s[-1] * 1e3:.1f} ms, "
-            f"generate {generate_tps[-1]:.0f} tokens/s, mean context {run.mean_context:.0f}",
+            f"{run.decode_step_s * 1e3:.1f} ms, static step {run.static_step_s * 1e3:.1f} ms, "
+            f"generate {generate_tps:.0f} tokens/s, mean context {run.mean_context:.0f}",
             file=sys.stderr,
         )
     await engine.close()
-    step_bytes = [static.bytes + slots * run.mean_context * static.kv_bytes_per_token for run in runs]
-    return figures_of(slots, runs, static_s, generate_tps, [b / w for b, w in zip(step_bytes, bandwidth, strict=True)])
+    return {name: _median(repeated) for name, repeated in ratios.items()}
 
 
-def figures_of(
-    slots: int, runs: list[EngineRun], static_s: list[float], generate_tps: list[float], roofline_s: list[float]
-) -> dict[str, Figure]:
-    """Medians of the repeats' ratios, with the medians of what they divide."""
-    tokens = [run.tokens_per_s for run in runs]
-    steps = [run.decode_step_s for run in runs]
-    static_tps = [slots / seconds for seconds in static_s]
-    return {
-        "occupancy": Figure(_median([run.occupancy for run in runs]), "", bar=BARS["occupancy"]),
-        "tokens_vs_static_steps": _ratio("tokens_vs_static_steps", tokens, static_tps, "tokens/s"),
-        "decode_steps_vs_static": _ratio(
-            "decode_steps_vs_static", [1 / one for one in steps], [1 / one for one in static_s], "steps/s"
-        ),
-        "tokens_vs_generate": _ratio("tokens_vs_generate", tokens, generate_tps, "tokens/s"),
-        "roofline_fraction": _ratio(
-            "roofline_fraction", [1 / one for one in steps], [1 / one for one in roofline_s], "steps/s"
-        ),
+def figures_of(slots: int, run: EngineRun, static: StaticSteps, generate_tps: float) -> dict[str, Figure]:
+    """The figures of one repeat."""
+    static_tps = slots / run.static_step_s
+    prompt_s = run.prompt_tokens * static.flops_per_prompt_token / product_rate()
+    bound_tps = run.tokens / (run.tokens / static_tps + prompt_s)
+    step_bytes = static.bytes + slots * run.mean_context * static.kv_bytes_per_token
+    pairs = {
+        "tokens_vs_static_steps": (run.tokens_per_s, static_tps, "tokens/s"),
+        "decode_steps_vs_static": (1 / run.decode_step_s, 1 / run.static_step_s, "steps/s"),
+        "tokens_vs_generate": (run.tokens_per_s, generate_tps, "tokens/s"),
+        "tokens_vs_prefill_bound": (run.tokens_per_s, bound_tps, "tokens/s"),
+        "roofline_fraction": (1 / run.decode_step_s, read_bandwidth() / step_bytes, "steps/s"),
     }
+    figures = {
+        name: Figure(value, unit, baseline, value / baseline, BARS[name])
+        for name, (value, baseline, unit) in pairs.items()
+    }
+    return {"occupancy": Figure(run.occupancy, "", bar=BARS["occupancy"]), **figures}
 
 
-def _ratio(name: str, values: list[float], baselines: list[float], unit: str) -> Figure:
-    ratio = _median([value / baseline for value, baseline in zip(values, baselines, strict=True)])
-    return Figure(_median(values), unit, _median(baselines), ratio, BARS[name])
+def _measured(figure: Figure) -> float:
+    return figure.value if figure.ratio is None else figure.ratio
 
 
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
+def _median(repeated: list[Figure]) -> Figure:
+    """The repeat in the middle, by what its bar is about."""
+    return sorted(repeated, key=_measured)[len(repeated) // 2]
 
 
 def main() -> int:
@@ -261,7 +287,7 @@ def main() -> int:
     figures: dict[str, Figure] = {}
     for name in BARS:
         sizes = {slots: one[name] for slots, one in by_size.items()}
-        figures[name] = min(sizes.values(), key=lambda one: one.value if one.ratio is None else one.ratio)
+        figures[name] = min(sizes.values(), key=_measured)
         figures |= {f"{name}_{slots}": figure for slots, figure in sizes.items()}
     return report("torch engine, SmolLM2-135M, one core", figures, json_file=options.json, check=options.check)
 

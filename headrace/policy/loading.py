@@ -31,9 +31,11 @@ def load_model(folder: Path, dtype: str, device: str = "cpu") -> PreTrainedModel
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     if dtype not in DTYPES:
         raise ModelError(f"model dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -55,6 +57,20 @@ def load_model(folder: Path, dtype: str, device: str = "cpu") -> PreTrainedModel
         raise ModelError(f"model.device = {device!r} does not take the model: {_first_line(error)}") from error
     model.train(False)
     return model
+
+
+def model_width(folder: Path) -> tuple[int, int]:
+    """(hidden, intermediate) size of the model in `folder`: the shape of its largest matrix products.
+
+    Raises ModelError when its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model folder {folder} has no config that loads: {_first_line(error)}") from error
+    return config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

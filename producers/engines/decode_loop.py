@@ -79,9 +79,11 @@ class StepTotals:
     rows: int = 0
     """Tokens sampled."""
     prompt_tokens: int = 0
+    finished_prompts: int = 0
+    """Rows that sampled at the end of a prompt's last chunk, not by decoding."""
     occupied: int = 0
     context_tokens: int = 0
-    """Live context read by decoding rows."""
+    """Live context read by decoding rows, the new tokens included."""
 
 
 @dataclass(slots=True)
@@ -151,6 +153,10 @@ class DecodeLoop:
             prefill_tokens=pure.prompt_tokens + mixed.prompt_tokens,
             busy_slot_steps=pure.occupied + mixed.occupied,
         )
+
+    def contexts(self) -> list[int]:
+        """Tokens of each occupied slot with its next one. On the loop's own thread, as in `Swap.apply`."""
+        return [sequence.cached + 1 for sequence in self._slots if sequence is not None]
 
     def run(self) -> None:
         """Until a `Close` command; then every open sequence ends with "abort"."""
@@ -233,6 +239,7 @@ class DecodeLoop:
         totals.seconds += time.perf_counter() - start
         totals.rows += len(sampling)
         totals.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
+        totals.finished_prompts += len(sampling) - len(plan.decode)
         totals.occupied += occupied
 
     def _forward(self, plan: StepPlan) -> tuple[list[int], torch.Tensor]:

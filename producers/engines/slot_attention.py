@@ -4,7 +4,8 @@ Registered with transformers as "headrace_slots", so that any model that takes a
 values of the new tokens are written to the page pool first. Decoding rows then attend page by page: one batched
 product over all pages in use, a softmax over the pages of each row, a second product, and a sum over pages; only
 live context is read. Suffixes: T tokens of the step, B decoding rows, N pages, H heads,
-K key-value heads, G heads per key-value head, P tokens of a page, C tokens of a chunk, L its context, D head size.
+K key-value heads, G heads per key-value head, P tokens of a page, C tokens of a chunk, L its context,
+D head size, X products of a batch.
 """
 
 from __future__ import annotations
@@ -50,14 +51,30 @@ class DecodePages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkKeys:
-    """One chunk's place in the step and in the cache."""
+class WholePrompts:
+    """n prompts that enter the cache whole, padded to C tokens: all their keys are in this step."""
+
+    count: int
+    length: int
+    rows: torch.Tensor
+    """Step rows of the padded tokens [n * C]; padding repeats a prompt's last token."""
+    kept: torch.Tensor
+    """Which of the padded tokens are real, in the order of `targets`."""
+    targets: torch.Tensor
+    """Step rows of the real tokens."""
+    bias_CC: torch.Tensor
+    """float32: 0 where a token sees another, else -inf. Padding comes last, so no real token sees it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartOfPrompt:
+    """A chunk that begins in the middle of a prompt, whose earlier keys are in the cache."""
 
     begin: int
     count: int
     context: int
-    pages: torch.Tensor | None
-    """Pages that hold its context; None for a whole prompt, whose keys are all in this step."""
+    pages: torch.Tensor
+    """Pages that hold its context."""
     bias_CL: torch.Tensor
     """float32: 0 where a token of the chunk sees a token of the context, else -inf."""
 
@@ -68,9 +85,11 @@ class StepAttention:
 
     pool: PagePool
     rows: int
+    """Decoding rows, which come first."""
     write_rows: torch.Tensor
     decode: DecodePages | None
-    chunks: tuple[ChunkKeys, ...]
+    wholes: tuple[WholePrompts, ...]
+    parts: tuple[PartOfPrompt, ...]
 
 
 def plan_attention(
@@ -84,12 +103,12 @@ def plan_attention(
     write_rows = pool.rows_of(table.table_SM[slots_T, positions_T // PAGE], positions_T % PAGE)
     device = pool.memory.device
     decode = _decode_pages(table, decode_slots_B, lengths_B, device) if len(decode_slots_B) else None
-    keys, begin = [], len(decode_slots_B)
-    for chunk in chunks:
-        keys.append(_chunk_keys(table, chunk, begin, device))
-        begin += chunk.count
+    begins = len(decode_slots_B) + np.cumsum([0, *(chunk.count for chunk in chunks)])
+    placed = list(zip(chunks, begins.tolist(), strict=False))
+    parts = [_part_of_prompt(table, chunk, begin, device) for chunk, begin in placed if chunk.start > 0]
     rows = torch.as_tensor(write_rows, device=device)
-    return StepAttention(pool, len(decode_slots_B), rows, decode, tuple(keys))
+    wholes = _whole_prompts(placed, device)
+    return StepAttention(pool, len(decode_slots_B), rows, decode, wholes, tuple(parts))
 
 
 def token_places(decode_slots_B: Ints, lengths_B: Ints, chunks: list[Chunk]) -> tuple[Ints, Ints]:
@@ -121,19 +140,17 @@ def slot_attention(
     dim = k_pages.shape[-1]
     k_pages.view(-1, dim)[step.write_rows] = k_TKD.reshape(-1, dim).to(k_pages.dtype)
     v_pages.view(-1, dim)[step.write_rows] = v_TKD.reshape(-1, dim)
-    outputs = []
+    q_THD = (q_THD * scaling).to(k_pages.dtype)
+    k_TKD = k_TKD.to(k_pages.dtype)
+    out_THD = torch.empty(q_THD.shape, dtype=v_pages.dtype, device=q_THD.device)
     if step.decode is not None:
-        q_BHD = (q_THD[: step.rows] * scaling).to(k_pages.dtype)
-        outputs.append(_attend_pages(q_BHD, k_pages, v_pages, step.decode))
-    for chunk in step.chunks:
-        span = slice(chunk.begin, chunk.begin + chunk.count)
-        q_CHD = (q_THD[span] * scaling).to(k_pages.dtype)
-        if chunk.pages is None:
-            k_LKD, v_LKD = k_TKD[span].to(k_pages.dtype), v_TKD[span]
-        else:
-            k_LKD, v_LKD = _gather(k_pages, chunk), _gather(v_pages, chunk)
-        outputs.append(_attend_chunk(q_CHD, k_LKD, v_LKD, chunk.bias_CL))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+        out_THD[: step.rows] = _attend_pages(q_THD[: step.rows], k_pages, v_pages, step.decode)
+    for whole in step.wholes:
+        _attend_whole(q_THD, k_TKD, v_TKD, whole, out_THD)
+    for part in step.parts:
+        span = slice(part.begin, part.begin + part.count)
+        out_THD[span] = _attend_part(q_THD[span], _gather(k_pages, part), _gather(v_pages, part), part.bias_CL)
+    return out_THD[None], None
 
 
 def _attend_pages(
@@ -159,7 +176,23 @@ def _by_row(parts_NX: torch.Tensor, pages: DecodePages, mode: int) -> torch.Tens
     return out_BX
 
 
-def _attend_chunk(q_CHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, bias_CL: torch.Tensor) -> torch.Tensor:
+def _attend_whole(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, whole: WholePrompts, out_THD: torch.Tensor
+) -> None:
+    """All of these prompts as one masked product, heads that share keys as rows of it; written to `out_THD`."""
+    count, length, (heads, dim), kv_heads = whole.count, whole.length, q_THD.shape[1:], k_TKD.shape[1]
+    q_nCKGD = q_THD.index_select(0, whole.rows).view(count, length, kv_heads, -1, dim)
+    q_XRD = q_nCKGD.permute(0, 2, 3, 1, 4).reshape(count * kv_heads, -1, dim)
+    k_XCD = k_TKD.index_select(0, whole.rows).view(count, length, kv_heads, dim).transpose(1, 2).flatten(0, 1)
+    v_XCD = v_TKD.index_select(0, whole.rows).view(count, length, kv_heads, dim).transpose(1, 2).flatten(0, 1)
+    scores_XGCC = torch.bmm(q_XRD, k_XCD.transpose(1, 2)).view(count * kv_heads, -1, length, length) + whole.bias_CC
+    weights_XRC = scores_XGCC.softmax(dim=-1).to(v_TKD.dtype).view(count * kv_heads, -1, length)
+    out_nKGCD = torch.bmm(weights_XRC, v_XCD).view(count, kv_heads, -1, length, dim)
+    out_XHD = out_nKGCD.permute(0, 3, 1, 2, 4).reshape(count * length, heads, dim)
+    out_THD.index_copy_(0, whole.targets, out_XHD.index_select(0, whole.kept))
+
+
+def _attend_part(q_CHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, bias_CL: torch.Tensor) -> torch.Tensor:
     """[C, H, D]: heads that share keys are rows of one masked product."""
     count, heads, dim = q_CHD.shape
     context, kv_heads = k_LKD.shape[:2]
@@ -171,9 +204,8 @@ def _attend_chunk(q_CHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor,
     return out_KRD.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
 
 
-def _gather(pages: torch.Tensor, chunk: ChunkKeys) -> torch.Tensor:
+def _gather(pages: torch.Tensor, chunk: PartOfPrompt) -> torch.Tensor:
     """The context of a chunk from its pages: [L, K, D]."""
-    assert chunk.pages is not None
     held = pages.index_select(0, chunk.pages).transpose(1, 2)
     return held.reshape(-1, held.shape[2], held.shape[3])[: chunk.context]
 
@@ -199,10 +231,40 @@ def _decode_pages(table: PageTable, slots_B: Ints, lengths_B: Ints, device: torc
     )
 
 
-def _chunk_keys(table: PageTable, chunk: Chunk, begin: int, device: torch.device) -> ChunkKeys:
+def _whole_prompts(placed: list[tuple[Chunk, int]], device: torch.device) -> tuple[WholePrompts, ...]:
+    """Prompts of about the same length together, so that padding at most doubles the work."""
+    groups: dict[int, list[tuple[Chunk, int]]] = {}
+    for chunk, begin in placed:
+        if chunk.start == 0:
+            groups.setdefault((chunk.count - 1).bit_length(), []).append((chunk, begin))
+    wholes = []
+    for group in groups.values():
+        counts_n = np.array([chunk.count for chunk, _ in group])
+        begins_n = np.array([begin for _, begin in group])
+        length = int(counts_n.max())
+        offsets_nC = np.minimum(np.arange(length), counts_n[:, None] - 1)
+        rows = (begins_n[:, None] + offsets_nC).reshape(-1)
+        kept = np.flatnonzero(np.arange(length) < counts_n[:, None])
+        wholes.append(
+            WholePrompts(
+                count=len(group),
+                length=length,
+                rows=torch.as_tensor(rows, device=device),
+                kept=torch.as_tensor(kept, device=device),
+                targets=torch.as_tensor(rows[kept], device=device),
+                bias_CC=_causal(length, length, device),
+            )
+        )
+    return tuple(wholes)
+
+
+def _part_of_prompt(table: PageTable, chunk: Chunk, begin: int, device: torch.device) -> PartOfPrompt:
     context = chunk.start + chunk.count
-    whole = chunk.start == 0
-    sees_CL = torch.ones(chunk.count, context, dtype=torch.bool, device=device).tril(chunk.start)
-    bias_CL = torch.zeros(chunk.count, context, device=device).masked_fill_(~sees_CL, float("-inf"))
-    pages = None if whole else torch.as_tensor(table.held(chunk.slot)[: -(-context // PAGE)], device=device)
-    return ChunkKeys(begin, chunk.count, context, pages, bias_CL)
+    pages = torch.as_tensor(table.held(chunk.slot)[: -(-context // PAGE)], device=device)
+    return PartOfPrompt(begin, chunk.count, context, pages, _causal(chunk.count, context, device))
+
+
+def _causal(count: int, context: int, device: torch.device) -> torch.Tensor:
+    """[count, context]: the last `count` tokens of a context see what is before them, and themselves."""
+    sees = torch.ones(count, context, dtype=torch.bool, device=device).tril(context - count)
+    return torch.zeros(count, context, device=device).masked_fill_(~sees, float("-inf"))

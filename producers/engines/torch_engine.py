@@ -136,10 +136,9 @@ class TorchEngine:
     def _build(self) -> None:
         """Load the model and lay out weights and cache; takes seconds."""
         import torch
-        from transformers import AutoConfig
 
         from headrace.policy.dtype import compute_dtype
-        from headrace.policy.loading import load_model
+        from headrace.policy.loading import load_model, model_width
         from headrace.policy.memory import keep_freed_memory
         from producers.engines.model_runner import ModelRunner
 
@@ -148,10 +147,7 @@ class TorchEngine:
         device = self._device
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        config = AutoConfig.from_pretrained(self._folder, local_files_only=True).get_text_config()
-        hidden = config.hidden_size
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
-        dtype = compute_dtype(self._dtype, device, hidden, inner, rows=self._slots)
+        dtype = compute_dtype(self._dtype, device, *model_width(self._folder), rows=self._slots)
         model = load_model(self._folder, dtype, device)
         self._runner = ModelRunner(model, self._slots, self._context_length)
         self._weights = EngineWeights(model)

@@ -1,0 +1,217 @@
+"""The torch engine as a whole, on a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headrace.config import Config
+from headrace.errors import EngineError, ModelError, WeightError
+from headrace.policy.loading import layout_of
+from headrace.policy.sampling import RowSettings, behaviour_logprobs
+from headrace.version import PolicyVersion
+from producers.engines.api import Completion, Engine, Request, SamplingParams
+from producers.engines.registry import build_engine
+from producers.engines.torch_engine import TorchEngine
+from weightsync.manifest import Layout
+
+FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
+LETTERS = [chr(code) for code in range(0x21, 0x21 + 60)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    model(0).save_pretrained(made)
+    backend = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, unk_token="!"))
+    backend.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="!").save_pretrained(made)
+    return made
+
+
+def model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=60,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest_asyncio.fixture
+async def engine(folder: Path) -> AsyncIterator[TorchEngine]:
+    made = await started(folder)
+    yield made
+    await made.close()
+
+
+async def started(folder: Path, **options: Any) -> TorchEngine:
+    decode = lambda ids: "".join(LETTERS[token] for token in ids)  # noqa: E731
+    settings = {
+        "slots": 4,
+        "context_length": 128,
+        "dtype": "float32",
+        "decode": decode,
+        "prefill_budget": 16,
+        **options,
+    }
+    made = TorchEngine(folder, **settings)
+    await made.start()
+    await made.commit(FIRST)
+    return made
+
+
+def ask(name: str, prompt: int = 20, **sampling: Any) -> Request:
+    ids = (np.arange(prompt) * 7 % 60).astype(np.int32)
+    return Request(name, ids, SamplingParams(**{"max_new_tokens": 10, "seed": 1, **sampling}))
+
+
+def expected_logprobs(seed: int, request: Request, done: Completion) -> np.ndarray:
+    """What transformers itself says of the sampled tokens."""
+    ids = torch.tensor([[*request.prompt_ids_P.tolist(), *done.token_ids_N.tolist()]])
+    sampling, count = request.sampling, len(done.token_ids_N)
+    with torch.inference_mode():
+        logits = model(seed)(ids).logits[0, -count - 1 : -1]
+    rows = RowSettings(
+        np.full(count, sampling.temperature), np.full(count, sampling.top_p), np.full(count, sampling.top_k)
+    )
+    chosen = behaviour_logprobs(logits, rows).gather(1, ids[0, -count:, None])[:, 0]
+    return chosen.numpy()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"temperature": 0.0}])
+async def test_logprobs_are_of_the_distribution_sampled_from(engine: TorchEngine, sampling: dict[str, Any]) -> None:
+    request = ask("a", prompt=40, max_new_tokens=30, **sampling)
+    done, *_ = await asyncio.gather(
+        engine.generate(request), *(engine.generate(ask(f"b{i}", prompt=3 + 9 * i, seed=i)) for i in range(6))
+    )
+    np.testing.assert_allclose(done.logprobs_N, expected_logprobs(0, request, done), atol=2e-3)
+
+
+async def test_a_groups_prompt_is_computed_once(engine: TorchEngine) -> None:
+    alone = [await engine.generate(ask("a", prompt=50, seed=seed)) for seed in range(4)]
+    before = engine.stats().prefill_tokens
+    together = await asyncio.gather(*(engine.generate(ask(f"g{seed}", prompt=50, seed=seed)) for seed in range(4)))
+    assert engine.stats().prefill_tokens - before == 50
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids_N.tolist() == other.token_ids_N.tolist()
+
+
+async def test_a_stop_string_ends_with_the_token_that_completes_it(engine: TorchEngine) -> None:
+    free = await engine.generate(ask("a", max_new_tokens=30))
+    text = "".join(LETTERS[token] for token in free.token_ids_N)
+    stop = text[5:8]
+    done = await engine.generate(ask("b", max_new_tokens=30, stop=("nowhere", stop)))
+    assert done.finish_reason == "stop"
+    assert done.token_ids_N.tolist() == free.token_ids_N.tolist()[: text.index(stop) + 3]
+
+
+async def stage(engine: TorchEngine, seed: int) -> None:
+    wanted = model(seed)
+    layout = Layout.of(layout_of(wanted, "bfloat16"))
+    buffer = torch.from_numpy(engine.back_buffer(layout))
+    for spec, parameter in zip(layout.tensors, wanted.parameters(), strict=True):
+        part = buffer[spec.offset : spec.offset + spec.nbytes].view(torch.bfloat16).view(spec.shape)
+        part.copy_(parameter.detach())
+
+
+async def test_a_version_staged_while_decoding_is_what_later_tokens_come_from(engine: TorchEngine) -> None:
+    long = asyncio.create_task(engine.generate(ask("long", prompt=5, max_new_tokens=100)))
+    await stage(engine, seed=3)
+    await engine.commit(SECOND)
+    request = ask("new", temperature=0.0)
+    new = await engine.generate(request)
+    assert {span.version for span in new.spans} == {SECOND}
+    reference = model(3).to(torch.bfloat16).float()
+    ids = torch.tensor([request.prompt_ids_P.tolist()])
+    with torch.inference_mode():
+        for token in new.token_ids_N.tolist():
+            assert int(reference(ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+    done = await long
+    assert [span.version for span in done.spans] in ([FIRST, SECOND], [SECOND])
+    await engine.commit(PolicyVersion(1, 2))  # nothing staged: a new name for the same weights
+    again = await engine.generate(replace(request, request_id="again"))
+    assert again.token_ids_N.tolist() == new.token_ids_N.tolist()
+
+
+async def test_another_models_layout_is_refused(engine: TorchEngine) -> None:
+    with pytest.raises(WeightError, match="both must be of one model"):
+        engine.back_buffer(Layout.of([("w", "bfloat16", (2, 2))]))
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (Request("bad", np.array([60], np.int32), SamplingParams(2)), "holds token 60, beyond"),
+        (Request("bad", np.array([], np.int32), SamplingParams(2)), "empty prompt"),
+    ],
+)
+async def test_a_request_that_would_break_the_batch_is_refused(
+    engine: TorchEngine, request_: Request, sentence: str
+) -> None:
+    with pytest.raises(EngineError, match=sentence):
+        await engine.generate(request_)
+    assert (await engine.generate(ask("fine"))).finish_reason == "length"
+
+
+async def test_a_broken_decode_thread_reaches_everybody_who_waits(folder: Path) -> None:
+    engine = await started(folder)
+
+    def break_it(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    engine._runner.forward = break_it  # type: ignore[method-assign]
+    calls = [asyncio.create_task(engine.generate(ask(f"r{i}"))) for i in range(6)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(one, EngineError) and "out of memory" in str(one) for one in outcomes)
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.commit(SECOND)
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.generate(ask("late"))
+    await engine.close()
+
+
+async def test_the_registry_builds_it_from_the_configuration(folder: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"context_length": 64, "dtype": "float32"},
+            "producer": {"slots": 8, "engine_options": {"prefill_budget": 8}},
+            "sampling": {"max_new_tokens": 8},
+        }
+    )
+    engine: Engine = build_engine("torch", config, folder, seed=1)
+    await engine.start()
+    await engine.commit(FIRST)
+    free = await engine.generate(ask("a", max_new_tokens=8))
+    text = "".join(LETTERS[token] for token in free.token_ids_N)
+    done = await engine.generate(ask("b", max_new_tokens=8, stop=(text[2],)))
+    assert done.finish_reason == "stop"
+    assert (engine.slots, engine.context_length) == (8, 64)
+    await engine.close()
+
+
+async def test_what_cannot_start_says_so(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="prefill_budget"):
+        TorchEngine(folder, prefill_budget=0)
+    with pytest.raises(ModelError, match="more than the 256 positions"):
+        await TorchEngine(folder, context_length=512, dtype="float32").start()
+    with pytest.raises(ModelError):
+        await TorchEngine(tmp_path, dtype="float32").start()
