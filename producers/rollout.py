@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from broker.messages import FinishReason, Task
 from headrace.config import SamplingConfig
 from headrace.errors import HeadraceError, ModelError
 from producers.chat import Chat
 from producers.engines.api import Completion, Engine, Request, SamplingParams
-from producers.environments.api import Done, Environment, Episode, Observation, Rollout, Turn
+from producers.environments.api import Done, Environment, Episode, Message, Observation, Rollout, Turn
 from producers.environments.objects import reason
 from producers.transcript import Transcript
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,11 @@ async def play(player: Player, environment: Environment, task: Task, member: int
     Raises RolloutFailed with a reason for what is wrong with this rollout alone, EngineError for a broken engine.
     A cancelled call aborts its request.
     """
-    episode = await _asked(player, _episode(environment, task))
+    episode: Episode = await _asked(player, lambda: _episode(environment, task))
     try:
         return await _Game(player, task, member, episode).play()
     finally:
-        await _asked(player, episode.close())
+        await _asked(player, episode.close)
 
 
 class _Game:
@@ -73,18 +72,17 @@ class _Game:
 
     async def play(self) -> Played:
         """Each turn adds at least one token, so the context bounds the number of turns."""
-        observation = await _asked(self._player, self._episode.reset())
+        observation = _observation(await _asked(self._player, self._episode.reset))
         self._prompt = "\n".join(message.content for message in observation.messages)
         self._show(observation, last_token=None)
         while True:
             completion = await self._complete()
-            turn = Turn(self._player.chat.text(completion.token_ids_N), completion.finish_reason)
-            self._turns.append(turn)
-            answer = await _asked(self._player, self._episode.step(turn))
+            self._turns.append(Turn(self._player.chat.text(completion.token_ids_N), completion.finish_reason))
+            answer = await _asked(self._player, lambda: self._episode.step(self._turns[-1]))
             if isinstance(answer, Done):
-                return self._played(completion.finish_reason, answer.reward)
-            if not self._show(answer, last_token=int(completion.token_ids_N[-1])):
-                return self._played("length", None)
+                return await self._played(completion.finish_reason, answer.reward)
+            if not self._show(_observation(answer), last_token=int(completion.token_ids_N[-1])):
+                return await self._played("length", None)
 
     def _show(self, observation: Observation, last_token: int | None) -> bool:
         """Append what the model sees next. False when no room for an answer is left; the first prompt must fit."""
@@ -136,14 +134,14 @@ class _Game:
         self._transcript.complete(completion)
         return completion
 
-    def _played(self, finish_reason: FinishReason, reward: float | None) -> Played:
+    async def _played(self, finish_reason: FinishReason, reward: float | None) -> Played:
         rollout = Rollout(
             environment=self._task.environment,
             index=self._task.index,
             prompt=self._prompt,
             completion=self._turns[-1].text,
             turns=tuple(self._turns),
-            answer=self._episode.answer,
+            answer=await _asked(self._player, lambda: self._episode.answer),
             finish_reason=finish_reason,
         )
         return Played(rollout, self._transcript, finish_reason, reward, self._queue_s, self._decode_s)
@@ -155,19 +153,31 @@ def request_seed(task_seed: int, member: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-async def _episode(environment: Environment, task: Task) -> Episode:
+def _episode(environment: Environment, task: Task) -> Episode:
     """All members play the same index and seed. An index beyond the dataset goes on from its start."""
     split = "train" if task.kind == "train" else "eval"
     size = len(environment) if split == "train" else environment.eval_size()
     if size < 1:
         raise RolloutFailed(f"environment {task.environment!r} has no {split} episodes")
-    return environment.episode(split, task.index % size, task.seed)
+    episode = environment.episode(split, task.index % size, task.seed)
+    missing = [name for name in ("reset", "step", "close") if not callable(getattr(episode, name, None))]
+    if missing:
+        raise RolloutFailed(f"environment gave {type(episode).__name__} as an episode: it has no {', '.join(missing)}")
+    return episode
 
 
-async def _asked(player: Player, call: Coroutine[Any, Any, T]) -> T:
-    """What the user's environment answers. Raises RolloutFailed when it raises or takes too long."""
+async def _asked(player: Player, call: Callable[[], Any]) -> Any:
+    """What the user's environment answers, by a coroutine or at once.
+
+    Raises RolloutFailed when it raises or takes too long.
+    """
+
+    async def ask() -> Any:
+        value = call()
+        return await value if inspect.isawaitable(value) else value
+
     # A task holds its exception as a value, whatever its type.
-    task = asyncio.ensure_future(call)
+    task = asyncio.ensure_future(ask())
     try:
         done, _ = await asyncio.wait({task}, timeout=player.environment_deadline_s)
     finally:
@@ -182,3 +192,13 @@ async def _asked(player: Player, call: Coroutine[Any, Any, T]) -> T:
     if error is not None:
         raise RolloutFailed(f"environment raised {reason(error)}") from error
     return task.result()
+
+
+def _observation(given: object) -> Observation:
+    """What an environment gave, if it can be shown. Raises RolloutFailed."""
+    if not isinstance(given, Observation):
+        raise RolloutFailed(f"environment gave {type(given).__name__} where an Observation belongs")
+    texts = given.messages if isinstance(given.messages, tuple | list) else (None,)
+    if not all(isinstance(message, Message) and isinstance(message.content, str) for message in texts):
+        raise RolloutFailed("environment gave an Observation whose messages are not Messages with text")
+    return given

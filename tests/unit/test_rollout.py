@@ -177,6 +177,64 @@ async def test_an_environment_that_raises_fails_its_rollout(engine: ScriptedEngi
     assert episode.closed
 
 
+class Wrong(Chatty):
+    """Gives what no environment should."""
+
+    def __init__(self, first: object, then: object) -> None:
+        super().__init__(1)
+        self.first, self.then = first, then
+
+    async def reset(self) -> Observation:
+        return self.first  # type: ignore[return-value]
+
+    async def step(self, turn: Turn) -> Observation | Done:
+        return self.then  # type: ignore[return-value]
+
+
+class Unanswerable(Chatty):
+    """Fails when it is asked for the right answer."""
+
+    @property
+    def answer(self) -> str:  # type: ignore[override]
+        raise LookupError("nobody knows")
+
+
+SHOWN = Observation((Message("user", "hello"),))
+
+
+@pytest.mark.parametrize(
+    ("episode", "reason"),
+    [
+        (Wrong(None, Done()), "gave NoneType where an Observation belongs"),
+        (Wrong(Observation((Message("user", None),)), Done()), "messages are not Messages with text"),
+        (Wrong(Observation(None), Done()), "messages are not Messages with text"),
+        (Wrong(SHOWN, 0.5), "gave float where an Observation belongs"),
+        (object(), "gave object as an episode: it has no reset, step, close"),
+        (Unanswerable(1), "environment raised LookupError: nobody knows"),
+    ],
+)
+async def test_an_environment_that_breaks_its_contract_fails_its_rollout(
+    engine: ScriptedEngine, episode: Episode, reason: str
+) -> None:
+    with pytest.raises(RolloutFailed, match=reason):
+        await play(player(engine), Chats(lambda index, seed: episode), TASK, 0)
+
+
+async def test_an_environment_may_answer_without_coroutines(engine: ScriptedEngine) -> None:
+    class Plain(SingleTurn):
+        def reset(self) -> Observation:  # type: ignore[override]
+            return SHOWN
+
+        def step(self, turn: Turn) -> Observation | Done:  # type: ignore[override]
+            return Done(0.25)
+
+        def close(self) -> None:  # type: ignore[override]
+            return None
+
+    played = await play(player(engine), Chats(lambda index, seed: Plain("?", 3)), TASK, 0)
+    assert (played.reward, played.rollout.answer) == (0.25, 3)
+
+
 async def test_an_environment_that_hangs_fails_its_rollout(engine: ScriptedEngine) -> None:
     class Hangs(Chatty):
         async def step(self, turn: Turn) -> Observation | Done:
