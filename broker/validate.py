@@ -61,6 +61,11 @@ def _check_counts(flat: FlatGroup, limits: Limits) -> str | None:
     for name, array in (("rewards", flat.rewards_N), ("finish reasons", flat.finish_N), ("spans", flat.span_counts_N)):
         if len(array) != members:
             return f"{name} of {len(array)} trajectories, but lengths of {members}"
+    # Nothing below looks at the arrays of a group without members, and a few mask runs may claim gigabytes.
+    if not members and any(
+        len(array) for array in (flat.token_ids_T, flat.logprobs_M, flat.mask_runs_R, flat.spans_S5)
+    ):
+        return "tokens, log-probs, mask or spans of no trajectory"
     return None
 
 

@@ -105,6 +105,23 @@ def test_arrays_that_contradict_each_other_are_a_reason(flat: FlatGroup, change:
     assert says in (check_flat(replace(flat, **change), LIMITS) or "")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask_runs_R": np.array([0, 2**32 - 1])},
+        {"token_ids_T": np.zeros(1, np.int32)},
+        {"logprobs_M": np.zeros(1, np.float32)},
+        {"spans_S5": np.zeros((1, 5), np.int64)},
+    ],
+)
+def test_a_failed_group_that_carries_arrays_is_refused_before_they_are_unfolded(
+    group: Group, change: dict[str, Any]
+) -> None:
+    failed = flatten(replace(group, trajectories=(), error="all members failed"))
+    assert check_flat(failed, LIMITS) is None
+    assert check_flat(replace(failed, **change), LIMITS) == "tokens, log-probs, mask or spans of no trajectory"
+
+
 def test_an_unknown_kv_state_is_a_reason(flat: FlatGroup) -> None:
     flat.spans_S5[3, 4] = 2
     assert check_flat(flat, LIMITS) == "a version span with an unknown kv state"
