@@ -6,6 +6,7 @@ phase closes the one before at the same clock reading.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ class Lane:
         self._start = self._since = clock()
         self._phase = phase
         self._seconds: dict[str, float] = {}
+        # A reader between two of a writer's lines would see an interval twice, or not at all.
+        self._lock = threading.Lock()
 
     @property
     def phase(self) -> str:
@@ -30,9 +33,10 @@ class Lane:
 
     def enter(self, phase: str) -> None:
         """Close the current phase now and open another."""
-        now = self._clock()
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        with self._lock:
+            now = self._clock()
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+            self._phase, self._since = phase, now
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -46,10 +50,11 @@ class Lane:
 
     def seconds(self) -> dict[str, float]:
         """Seconds per phase since the lane began, the open phase included. Their sum is `wall()` of that moment."""
-        now = self._clock()
-        seconds = dict(self._seconds)
-        seconds[self._phase] = seconds.get(self._phase, 0.0) + now - self._since
-        return seconds
+        with self._lock:
+            now = self._clock()
+            seconds = dict(self._seconds)
+            seconds[self._phase] = seconds.get(self._phase, 0.0) + now - self._since
+            return seconds
 
     def wall(self) -> float:
         return self._clock() - self._start

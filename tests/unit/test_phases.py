@@ -1,5 +1,7 @@
 """A lane is in exactly one phase at any time, so its phases sum to its wall time."""
 
+import threading
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +45,33 @@ def test_during_goes_back_even_after_an_error() -> None:
         clock.now += 3
     assert lane.phase == "wait_groups"
     assert lane.seconds() == {"wait_groups": 3.0, "optimizer": 2.0}
+
+
+def test_a_phase_entered_while_another_thread_reads_is_not_in_that_reading() -> None:
+    clock = Clock()
+    reads, entered = threading.Event(), threading.Event()
+
+    def reader_meets_writer() -> float:
+        """The time; in the reading below, the writer gets every chance to enter a phase after it was taken."""
+        now = clock.now
+        if reads.is_set() and threading.current_thread() is threading.main_thread():
+            clock.now += 1
+            writer.start()
+            entered.wait(0.1)
+        return now
+
+    def write() -> None:
+        lane.enter("swap")
+        entered.set()
+
+    writer = threading.Thread(target=write)
+    lane = Lane("engine", "decode", reader_meets_writer)
+    clock.now += 2
+    reads.set()
+    assert lane.seconds() == {"decode": 2.0}
+    reads.clear()
+    writer.join()
+    assert lane.seconds() == {"decode": 3.0, "swap": 0.0}
 
 
 def test_idle_fraction_of_an_interval() -> None:
