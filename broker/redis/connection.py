@@ -44,10 +44,12 @@ class Connection:
         """Raises ConfigError for a URL that is none."""
         try:
             parts: dict[str, Any] = dict(parse_url(url))
-        except ValueError as error:
+        except ValueError:
+            # Without its cause, which quotes the URL: a password with an unescaped "/" or "#" is read as a port.
             raise ConfigError(
-                "the Redis URL must look like redis://[user:password@]host[:port][/db], rediss://… or unix://path"
-            ) from error
+                "the Redis URL must look like redis://[user:password@]host[:port][/db], rediss://… or unix://path, "
+                "with special characters of a password percent-encoded"
+            ) from None
         self.place = str(parts.get("path") or f"{parts.get('host', 'localhost')}:{parts.get('port', 6379)}")
         """Host and port, for people."""
         self.block_ms = config.stream_block_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
@@ -67,6 +68,13 @@ async def test_a_wrong_password_is_said_at_once(redis_server: RedisProcess) -> N
 def test_a_url_that_is_none() -> None:
     with pytest.raises(ConfigError, match="redis://"):
         connect_runs("http://:secret@localhost")
+
+
+@pytest.mark.parametrize("url", ["redis://someone:hunter2/x@host:6379", "redis://someone:hunter2#x@host:6379"])
+def test_a_password_that_breaks_its_url_stands_in_no_traceback(url: str) -> None:
+    with pytest.raises(ConfigError, match="percent-encoded") as caught:
+        connect_runs(url)
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_id_that_no_run_can_have(redis_url: str) -> None:
