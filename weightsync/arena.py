@@ -175,11 +175,18 @@ class Arena:
             return False
         return True
 
-    def sweep(self, run_id: str | None = None, orphan_age_s: float = ORPHAN_AGE_S) -> list[SegmentName]:
-        """Remove what dead owners left behind: all of `run_id`'s, and of other runs what is old enough."""
+    def sweep(
+        self, run_id: str | None = None, orphan_age_s: float = ORPHAN_AGE_S, *, spare: str | None = None
+    ) -> list[SegmentName]:
+        """Remove what dead owners left behind: all of `run_id`'s, and of other runs what is old enough.
+
+        Nothing of run `spare`: which of its versions are still needed only its broker says.
+        """
         removed = []
         for name in self.segments():
-            if name.owner.alive or (name.run_id != run_id and self._age_s(name) < orphan_age_s):
+            if name.owner.alive or name.run_id == spare:
+                continue
+            if name.run_id != run_id and self._age_s(name) < orphan_age_s:
                 continue
             if self.remove(name):
                 removed.append(name)

@@ -65,7 +65,7 @@ class Publisher:
     ) -> None:
         """`max_live_versions` bounds the segments of this run on this host, the one being filled included.
 
-        Removes what dead trainers left on this host. Raises WeightError when there is no folder for segments.
+        Removes what dead trainers of other runs left on this host. Raises WeightError without a folder for segments.
         """
         if max_live_versions < 2:
             raise ValueError(f"max_live_versions = {max_live_versions} leaves no room for a version beside the head")
@@ -80,7 +80,7 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._closing = threading.Event()
         self._one = asyncio.Lock()
-        self._arena.sweep()
+        self._arena.sweep(spare=run_id)
 
     def stats(self) -> PublisherStats:
         return self._stats

@@ -151,7 +151,7 @@ class WeightService:
         for version in sorted(gone - staying - leased.keys() - {head}):
             await self._port.forget(version)
             self._books.freed(version)
-        for orphan in self._arena.sweep():
+        for orphan in self._arena.sweep(spare=self._run_id):
             self._write("orphan", segment=str(orphan))
         self._books.observe(leased, await self._port.peers())
         self._metrics.count("weights_freed", len(freed), help="Segments freed by this service")

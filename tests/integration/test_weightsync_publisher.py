@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,13 @@ import torch
 
 from broker.connect import Run
 from headrace.errors import Fenced, WeightError
+from headrace.service import Service
+from headrace.telemetry.metrics import Metrics
 from headrace.version import PolicyVersion
 from tests.weights import HOST, LAYOUT, Trainer, flat, tensors, training
 from weightsync.arena import Arena
 from weightsync.publisher import Publisher
+from weightsync.service import WeightService
 
 
 @pytest.fixture
@@ -66,14 +71,22 @@ async def test_fenced_trainer_leaves_no_segment(trainer: Trainer) -> None:
     assert trainer.arena.segments() == []
 
 
-async def test_new_incarnation_frees_what_a_dead_one_left(trainer: Trainer, run_id: str) -> None:
-    left = trainer.arena.create(run_id, trainer.version(7), 100)
-    left.seal()
-    file = trainer.arena.folder / left.name
-    dead = file.with_name(left.name.replace(f"-{left.name.split('-')[-3]}-", "-1-"))
-    file.rename(dead)
+async def test_head_of_a_dead_trainer_stays_however_old_until_the_next_one_publishes(
+    trainer: Trainer, run_id: str
+) -> None:
+    assert await trainer.publish(7)
+    (left,) = trainer.arena.segments()
+    dead = replace(left, owner=replace(left.owner, pid=1))
+    file = (trainer.arena.folder / str(left)).rename(trainer.arena.folder / str(dead))
+    os.utime(file, (0, 0))
     fence = await trainer.port.take_fence(0)
     publisher = Publisher(trainer.port, fence, LAYOUT, run_id, 2, host=HOST, arena=trainer.arena)
+    service = WeightService(
+        trainer.port, Service("weights"), name="weights", run_id=run_id, host=HOST, lease_s=1.0, block_ms=100,
+        metrics=Metrics(run_id, "weights"), arena=trainer.arena,
+    )  # fmt: skip
+    assert await service.collect_once() == []
+    assert trainer.arena.segments() == [dead]
     version = PolicyVersion(fence.incarnation, 0)
     assert await publisher.publish(version, tensors(0))
     assert [name.version for name in trainer.arena.segments()] == [version]

@@ -166,6 +166,7 @@ def test_orphans_of_other_runs_are_left_until_they_are_old(arena: Arena) -> None
     (name,) = arena.segments("other")
     assert arena.sweep("run") == []
     os.utime(arena.folder / str(name), (0, 0))
+    assert arena.sweep(spare="other") == []
     assert arena.sweep("run") == [name]
 
 
