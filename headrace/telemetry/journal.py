@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from headrace.errors import ServiceError
 
 
 class Journal:
-    """Appends one JSON object per line; each has `time` (seconds since the epoch) and `event`."""
+    """Appends one JSON object per line; each has `time` (seconds since the epoch) and `event`.
+
+    A field that is not a finite number is null: JSON has no others.
+    """
 
     def __init__(self, file: Path) -> None:
         """Raises ServiceError when the folder cannot be written."""
@@ -23,10 +27,18 @@ class Journal:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line. Raises ServiceError on a full disk."""
+        known = {name: None if _not_finite(value) else value for name, value in fields.items()}
+        left = json.dumps({"time": round(time.time(), 3), "event": event, **known}).encode() + b"\n"
         try:
-            self._stream.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}).encode() + b"\n")
+            # The last bytes of a disk take a part of a line without an error; the rest then says that it is full.
+            while left:
+                left = left[self._stream.write(left) :]
         except OSError as error:
             raise ServiceError(f"journal {self._stream.name} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,5 +1,7 @@
-"""The HTTP endpoint of a service."""
+"""The HTTP endpoint and the journal of a service."""
 
+import json
+import resource
 import socket
 from pathlib import Path
 
@@ -59,3 +61,27 @@ def test_a_full_disk_is_one_sentence() -> None:
     with pytest.raises(ServiceError, match="No space left"):
         journal.write("step", n=1)
     journal.close()
+
+
+def test_a_disk_that_takes_only_a_part_of_a_line_is_full(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "events.jsonl")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(ServiceError, match="File too large"):
+            journal.write("step", n=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.close()
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    journal = Journal(tmp_path / "steps.jsonl")
+    journal.write("step", loss=float("nan"), grad_norm=float("inf"), reward=0.5, skipped="the loss is not finite")
+    journal.close()
+    (line,) = (tmp_path / "steps.jsonl").read_text().splitlines()
+    fields = json.loads(line, parse_constant=refuse)
+    assert (fields["loss"], fields["grad_norm"], fields["reward"]) == (None, None, 0.5)
