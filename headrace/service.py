@@ -75,8 +75,9 @@ class Service:
         """
         try:
             await loop()
-        except HeadraceError as error:
-            self.stop(str(error))
+        except* HeadraceError as errors:
+            # A loop with a task group of its own raises a group.
+            self.stop(str(_first(errors)))
             raise
 
     async def _watch_drain(self, tasks: list[asyncio.Task[None]]) -> None:

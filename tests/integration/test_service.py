@@ -6,6 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 PRELUDE = """
 import asyncio, sys
 from headrace.errors import BrokerUnavailable
@@ -21,6 +23,9 @@ async def start(service):
         await asyncio.Event().wait()
     async def fails():
         raise BrokerUnavailable("Redis at 127.0.0.1:1 cannot be reached")
+    async def fails_inside():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
     async def deaf():
         while not service.stopping.is_set():
             try:
@@ -73,8 +78,9 @@ def test_an_error_of_the_tree_is_one_sentence(tmp_path: Path) -> None:
     assert (err, process.returncode) == ("test: Redis at 127.0.0.1:1 cannot be reached\n", 3)
 
 
-def test_a_loop_that_loses_its_cancellation_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    process = launch(tmp_path, "deaf", "fails")
+@pytest.mark.parametrize("fails", ["fails", "fails_inside"])
+def test_a_loop_that_loses_its_cancellation_does_not_hold_up_the_end(tmp_path: Path, fails: str) -> None:
+    process = launch(tmp_path, "deaf", fails)
     _, err = process.communicate(timeout=30)
     assert (err, process.returncode) == ("test: Redis at 127.0.0.1:1 cannot be reached\n", 3)
 
