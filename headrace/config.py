@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -88,7 +89,7 @@ class TrainerConfig(Section):
     learning_rate: float = Field(1e-5, gt=0, lt=1)
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
-    adam_betas: tuple[float, float] = (0.9, 0.95)
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0)
     clip_low: float = Field(0.2, ge=0, lt=1)
     clip_high: float = Field(0.2, ge=0)
@@ -169,7 +170,7 @@ class Config(Section):
         if self.producer.min_group_size > self.trainer.group_size:
             raise ValueError(
                 f"producer.min_group_size: {self.producer.min_group_size} is more than trainer.group_size = "
-                f"{self.trainer.group_size}"
+                f"{self.trainer.group_size}; lower it, or raise the group size"
             )
         if self.sampling.max_new_tokens >= self.model.context_length:
             raise ValueError(

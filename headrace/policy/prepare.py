@@ -194,6 +194,8 @@ def _checked(folder: Path, path: str) -> Path:
         raise ModelError(f"model.path = {path!r} has no config.json; name the folder of a Hugging Face model") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path = {path!r}: config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"model.path = {path!r}: config.json cannot be read: it is no JSON object")
     architectures = config.get("architectures") or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         kind = ", ".join(architectures) or "a model without architecture"

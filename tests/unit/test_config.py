@@ -53,11 +53,15 @@ def test_the_redis_url_is_no_configuration_key() -> None:
         ("run=3", "run = 3 (from command line): input should be a valid dictionary"),
         ("environments=[]", "environments: at least one environment is needed"),
         ("trainer.group_size=33", "33 rollouts do not fit into producer.slots = 32"),
-        ("trainer.group_size=1", "producer.min_group_size: 2 is more than trainer.group_size = 1"),
+        ("trainer.group_size=1", "more than trainer.group_size = 1; lower it, or raise the group size"),
         ("sampling.max_new_tokens=512", "leaves no room for a prompt"),
         ("steps", "not of the form key=value"),
         ("=3", "not of the form key=value"),
         ("telemetry.port=70000", "telemetry.port = 70000"),
+        (
+            "trainer.adam_betas=[0.9, 1.0]",
+            "trainer.adam_betas.1 = 1.0 (from command line): input should be less than 1",
+        ),
     ],
 )
 def test_a_refusal_names_key_value_and_origin(override: str, expected: str) -> None:

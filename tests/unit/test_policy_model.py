@@ -57,6 +57,7 @@ def test_a_local_folder_resolves_to_itself(tiny: Path) -> None:
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "it is no JSON object"),
         (lambda folder: edit(folder / "config.json", architectures=["BertModel"]), "is BertModel, not a causal"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors weights"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
