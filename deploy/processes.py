@@ -13,10 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from headrace.errors import ServiceError
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 16_384
+_OFFSPRING_S = 1.0
+"""How long a dead process's own children may take to leave."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -105,16 +109,22 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and whatever it started, at once.
+        """End it at once, and whatever it started within a second at most.
 
         Only the first call does anything: later its number may be another process's.
         """
         if self._swept:
             return
         self._swept = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.code is None:
+            self._process.kill()
         self._process.wait()
+        # Asked first: Python's resource tracker then removes the semaphores of the dead, before it leaves itself.
+        _signal_group(self.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _OFFSPRING_S
+        while _lives(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        _signal_group(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Let go of the descriptor of an ended child."""
@@ -149,6 +159,20 @@ class _Birth:
             os._exit(1)
         if self._cores is not None:
             os.sched_setaffinity(0, self._cores)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _lives(group: int) -> bool:
+    """Whether a process group has anybody but zombies, which stay where nobody collects orphans."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def describe_exit(code: int) -> str:
