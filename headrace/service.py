@@ -32,16 +32,14 @@ class Service:
         self.event_loop_lag_s = 0.0
         """How late the event loop woke up last; a metric of every service."""
         self._loops: dict[str, Loop] = {}
-        self._reason = ""
 
     def add(self, name: str, loop: Loop) -> None:
         """Register a loop before `run`."""
         self._loops[name] = loop
 
     def stop(self, reason: str) -> None:
-        """Ask all loops to drain. Only the first reason counts."""
+        """Ask all loops to drain. Only the first reason is told."""
         if not self.stopping.is_set():
-            self._reason = reason
             log.info("%s stops: %s", self.name, reason)
             self.stopping.set()
 
@@ -49,7 +47,7 @@ class Service:
         """Run all loops until they have ended. Raises the first loop's error."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._ending_all(loop), name=name) for name, loop in self._loops.items()]
+                tasks = [group.create_task(self.ending_all(loop), name=name) for name, loop in self._loops.items()]
                 helpers = [
                     group.create_task(self._watch_drain(tasks), name="drain"),
                     group.create_task(self._watch_lag(), name="event-loop-lag"),
@@ -68,16 +66,17 @@ class Service:
             return False
         return True
 
-    async def _ending_all(self, loop: Loop) -> None:
-        """Run one loop; one that fails stops the others by the flag too, not only by cancelling them.
+    async def ending_all(self, loop: Loop) -> None:
+        """Run one loop; one that fails, be it by a bug, stops the others by the flag too, not only by cancelling them.
 
         A cancellation that meets the end of a send is lost (asyncio.wait_for of Python 3.11, inside the Redis client).
         """
         try:
             await loop()
-        except* HeadraceError as errors:
+        except Exception as error:
             # A loop with a task group of its own raises a group.
-            self.stop(str(_first(errors)))
+            first = _first(error)
+            self.stop(str(first) if isinstance(first, HeadraceError) else repr(first))
             raise
 
     async def _watch_drain(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -94,9 +93,8 @@ class Service:
             self.event_loop_lag_s = time.monotonic() - before - 1.0
 
 
-def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def main(name: str, start: Callable[[Service], Awaitable[None]], *, drain_s: float = 30.0) -> int:

@@ -22,8 +22,8 @@ import time
 from typing import Any
 
 from broker.api import Peer, WeightsPort
-from headrace.errors import BrokerError, HeadraceError, Refused, WeightError, WireError
-from headrace.service import Loop, Service
+from headrace.errors import BrokerError, Refused, WeightError, WireError
+from headrace.service import Service
 from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
@@ -86,20 +86,9 @@ class WeightService:
         try:
             async with asyncio.TaskGroup() as group:
                 for loop in (self.follow, self.collect, self.beat, self.orders):
-                    group.create_task(self._ending_all(loop), name=loop.__name__)
+                    group.create_task(self._service.ending_all(loop), name=loop.__name__)
         finally:
             await self.leave()
-
-    async def _ending_all(self, loop: Loop) -> None:
-        """Run one loop; one that fails stops the others by the flag.
-
-        Cancellation alone does not: one that meets the end of a send is lost (asyncio.wait_for, Python 3.11).
-        """
-        try:
-            await loop()
-        except HeadraceError as error:
-            self._service.stop(str(error))
-            raise
 
     def health(self) -> dict[str, Any]:
         """What `/healthz` shows; not ok once no heartbeat was accepted for two leases."""

@@ -4,10 +4,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+Launch = Callable[..., subprocess.Popen[str]]
 PRELUDE = """
 import asyncio, sys
 from headrace.errors import BrokerUnavailable
@@ -41,20 +43,29 @@ sys.exit(main("test", start, drain_s=0.2))
 """
 
 
-def launch(tmp_path: Path, *loops: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts a service with these loops; none outlives its test."""
     script = tmp_path / "service.py"
     script.write_text(textwrap.dedent(PRELUDE))
-    return subprocess.Popen(
-        [sys.executable, str(script), *loops],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": str(Path.cwd())},
-    )
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*loops: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(script), *loops]
+        environment = {"PYTHONPATH": str(Path.cwd())}
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def test_sigterm_drains(tmp_path: Path) -> None:
-    process = launch(tmp_path, "works")
+def test_sigterm_drains(launch: Launch) -> None:
+    process = launch("works")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -62,8 +73,8 @@ def test_sigterm_drains(tmp_path: Path) -> None:
     assert (out, err, process.returncode) == ("drained\n", "", 0)
 
 
-def test_a_loop_that_does_not_drain_is_cancelled(tmp_path: Path) -> None:
-    process = launch(tmp_path, "stuck")
+def test_a_loop_that_does_not_drain_is_cancelled(launch: Launch) -> None:
+    process = launch("stuck")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -72,21 +83,21 @@ def test_a_loop_that_does_not_drain_is_cancelled(tmp_path: Path) -> None:
     assert "stuck did not drain" in err
 
 
-def test_an_error_of_the_tree_is_one_sentence(tmp_path: Path) -> None:
-    process = launch(tmp_path, "fails", "works")
+def test_an_error_of_the_tree_is_one_sentence(launch: Launch) -> None:
+    process = launch("fails", "works")
     _, err = process.communicate(timeout=30)
     assert (err, process.returncode) == ("test: Redis at 127.0.0.1:1 cannot be reached\n", 3)
 
 
 @pytest.mark.parametrize("fails", ["fails", "fails_inside"])
-def test_a_loop_that_loses_its_cancellation_does_not_hold_up_the_end(tmp_path: Path, fails: str) -> None:
-    process = launch(tmp_path, "deaf", fails)
+def test_a_loop_that_loses_its_cancellation_does_not_hold_up_the_end(launch: Launch, fails: str) -> None:
+    process = launch("deaf", fails)
     _, err = process.communicate(timeout=30)
     assert (err, process.returncode) == ("test: Redis at 127.0.0.1:1 cannot be reached\n", 3)
 
 
-def test_a_bug_shows_its_traceback(tmp_path: Path) -> None:
-    process = launch(tmp_path, "crashes")
+def test_a_bug_shows_its_traceback_and_ends_loops_that_lose_their_cancellation(launch: Launch) -> None:
+    process = launch("deaf", "crashes")
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "KeyError: 'a bug'" in err
