@@ -11,7 +11,9 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -194,6 +196,7 @@ class TorchEngine:
         """The decode thread. Whatever breaks it must reach everybody who waits for it."""
         import torch
 
+        torch.set_num_threads(self._threads)
         torch.set_flush_denormal(True)  # exp() of far-off scores is denormal, and then a hundred times slower
         broken: EngineError | None = None
         try:
@@ -206,9 +209,11 @@ class TorchEngine:
     def _report(self, events: list[Finished | Swapped]) -> None:
         self._post(self._on_events, events)
 
-    def _post(self, call, argument) -> None:  # type: ignore[no-untyped-def]
-        if not self._event_loop.is_closed():
+    def _post(self, call: Callable[[Any], None], argument: object) -> None:
+        try:
             self._event_loop.call_soon_threadsafe(call, argument)
+        except RuntimeError:
+            log.info("the event loop closed before the torch engine did; nobody waits for it any more")
 
     def _on_events(self, events: list[Finished | Swapped]) -> None:
         for event in events:
