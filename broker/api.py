@@ -1,4 +1,4 @@
-"""What each role may ask of the broker. Redis (`broker/redis/`) and memory (`broker/memory.py`) pass the same tests.
+"""What each role may ask of the broker. Redis (`broker/redis/`) and memory (`broker/memory/`) pass the same tests.
 
 All methods are coroutines; they raise BrokerUnavailable after the configured time without a connection, and
 Fenced where a newer trainer has taken the run. Every method of one protocol is for one run.
