@@ -85,6 +85,7 @@ def encode_group(group: Group, vocab_size: int) -> bytes:
             "spans": flat.spans_S5.astype("<u4").tobytes(),
             "rewards": flat.rewards_N.astype("<f8", copy=False).tobytes(),
             "finish": flat.finish_N.astype("<u1").tobytes(),
+            "correct": flat.correct_N.astype("<u1").tobytes(),
         }
     )
 
@@ -115,6 +116,7 @@ def decode_flat(body: bytes) -> FlatGroup:
         spans_S5=spans.reshape(-1, 5),
         rewards_N=_array(fields, "rewards", "<f8").astype(np.float64, copy=False),
         finish_N=_array(fields, "finish", "<u1").astype(np.int64),
+        correct_N=_array(fields, "correct", "<u1").astype(np.int64),
     )
 
 

@@ -18,6 +18,7 @@ from headrace.version import PolicyVersion
 
 FINISH: tuple[FinishReason, ...] = ("stop", "length", "abort")
 KV: tuple[KvState, ...] = ("kept", "fresh")
+CORRECT: tuple[bool | None, ...] = (False, True, None)
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Int64 = npt.NDArray[np.int64]
@@ -49,6 +50,8 @@ class FlatGroup:
     rewards_N: Float64
     finish_N: Int64
     """Index into FINISH."""
+    correct_N: Int64
+    """Index into CORRECT."""
 
 
 def flatten(group: Group) -> FlatGroup:
@@ -86,6 +89,7 @@ def flatten(group: Group) -> FlatGroup:
         spans_S5=np.array(spans, np.int64).reshape(-1, 5),
         rewards_N=np.array([member.reward for member in members], np.float64),
         finish_N=np.array([FINISH.index(member.finish_reason) for member in members], np.int64),
+        correct_N=np.array([CORRECT.index(member.correct) for member in members], np.int64),
     )
 
 
@@ -100,7 +104,7 @@ def unflatten(flat: FlatGroup) -> Group:
         VersionSpan(start, end, PolicyVersion(incarnation, step), KV[kv])
         for start, end, incarnation, step, kv in flat.spans_S5.tolist()
     ]
-    rewards, finish = flat.rewards_N.tolist(), flat.finish_N.tolist()
+    rewards, finish, correct = flat.rewards_N.tolist(), flat.finish_N.tolist(), flat.correct_N.tolist()
     trajectories = tuple(
         Trajectory(
             token_ids_T=flat.token_ids_T[start:end],
@@ -109,6 +113,7 @@ def unflatten(flat: FlatGroup) -> Group:
             spans=tuple(spans[span_bounds[n] : span_bounds[n + 1]]),
             reward=rewards[n],
             finish_reason=FINISH[finish[n]],
+            correct=CORRECT[correct[n]],
         )
         for n, (start, end) in enumerate(pairwise(token_bounds))
     )

@@ -75,6 +75,8 @@ class Trajectory:
     """Ordered, disjoint; together they cover every sampled token."""
     reward: float
     finish_reason: FinishReason
+    correct: bool | None = None
+    """Whether its environment counts it as right, whatever the reward; None where nobody said."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

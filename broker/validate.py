@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from broker.flat import FINISH, KV, FlatGroup, flatten, sampled_before
+from broker.flat import CORRECT, FINISH, KV, FlatGroup, flatten, sampled_before
 from broker.messages import Group, TaskKind
 from headrace.errors import WireError
 
@@ -58,7 +58,13 @@ def _check_counts(flat: FlatGroup, limits: Limits) -> str | None:
         return f"a failed group with {members} trajectories"
     if not flat.error and not members:
         return "no trajectories, and no error that says why"
-    for name, array in (("rewards", flat.rewards_N), ("finish reasons", flat.finish_N), ("spans", flat.span_counts_N)):
+    columns = (
+        ("rewards", flat.rewards_N),
+        ("finish reasons", flat.finish_N),
+        ("verdicts", flat.correct_N),
+        ("spans", flat.span_counts_N),
+    )
+    for name, array in columns:
         if len(array) != members:
             return f"{name} of {len(array)} trajectories, but lengths of {members}"
     # Nothing below looks at the arrays of a group without members, and a few mask runs may claim gigabytes.
@@ -86,6 +92,8 @@ def _check_tokens(flat: FlatGroup, limits: Limits) -> str | None:
         return "a reward is not finite"
     if flat.finish_N.min() < 0 or flat.finish_N.max() >= len(FINISH):
         return "an unknown finish reason"
+    if flat.correct_N.min() < 0 or flat.correct_N.max() >= len(CORRECT):
+        return "a trajectory that is neither right nor wrong nor unknown"
     return None
 
 

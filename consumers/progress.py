@@ -78,7 +78,7 @@ class Progress:
             step=batch.version.step,
             version=str(batch.version),
             reward=round(result.reward, 4),
-            accuracy=round(result.right, 4),
+            accuracy=None if result.accuracy is None else round(result.accuracy, 4),
             loss=round(result.loss, 6),
             grad_norm=round(result.grad_norm, 4),
             lag=round(sum(batch.lags) / len(batch.lags), 2),
@@ -159,13 +159,14 @@ class Progress:
         for name, value in (
             ("loss", result.loss),
             ("reward", result.reward),
-            ("accuracy", result.right),
             ("grad_norm", result.grad_norm),
             ("mismatch", result.mismatch),
             ("clipped", result.clipped),
             ("tokens_per_s", result.tokens / wall),
         ):
             metrics.gauge(f"trainer_{name}", value)
+        if result.accuracy is not None:
+            metrics.gauge("trainer_accuracy", result.accuracy, help="Share of right ones among consumed rollouts")
         metrics.count("trainer_steps", outcome=result.skipped or "moved", help="Optimizer steps by outcome")
         metrics.count("trainer_rollouts", result.rollouts, help="Rollouts that were consumed")
         metrics.count("trainer_rollouts_without_advantage", result.without_advantage)

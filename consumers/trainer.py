@@ -33,8 +33,8 @@ class StepResult:
     """Before clipping; 0 when there was no backward pass."""
     reward: float
     """Mean over rollouts."""
-    right: float
-    """Share of rollouts with a positive reward."""
+    accuracy: float | None
+    """Share of right ones among the rollouts that say whether they are; None when none does."""
     rollouts: int
     without_advantage: int
     """Rollouts left out of the backward pass, because their group's rewards are all equal."""
@@ -109,11 +109,12 @@ class Trainer:
                 grad_norm, skipped = self._move(total, step)
         trained_tokens = max(1, sum(row.targets_N.size for row in rows))
         rewards = [sample.trajectory.reward for sample in everything]
+        said = [sample.trajectory.correct for sample in everything if sample.trajectory.correct is not None]
         return StepResult(
             loss=total,
             grad_norm=grad_norm,
             reward=float(np.mean(rewards)),
-            right=float(np.mean(np.array(rewards) > 0)),
+            accuracy=float(np.mean(said)) if said else None,
             rollouts=len(everything),
             without_advantage=len(everything) - sum(len(group) for group in trained),
             tokens=sum(sample.trajectory.token_ids_T.size for sample in everything),

@@ -139,5 +139,7 @@ async def _scored(stage: Stage, task: Task, played: Played) -> Member:
         score = judged(played.reward)
     else:
         score = await stage.scorer.score(task.environment, task.kind, played.rollout)
-    trajectory = None if score.failure else played.transcript.trajectory(score.reward, played.finish_reason)
+    trajectory = None
+    if not score.failure:
+        trajectory = played.transcript.trajectory(score.reward, played.finish_reason, score.correct)
     return Member(trajectory, score.failure, played.queue_s, played.decode_s, time.monotonic() - start)

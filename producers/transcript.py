@@ -40,7 +40,7 @@ class Transcript:
         self._spans = _merged([*self._spans, *shifted])
         self._append(completion.token_ids_N, completion.logprobs_N, sampled=True)
 
-    def trajectory(self, reward: float, finish_reason: FinishReason) -> Trajectory:
+    def trajectory(self, reward: float, finish_reason: FinishReason, correct: bool | None = None) -> Trajectory:
         lengths = [len(part) for part in self._tokens]
         return Trajectory(
             token_ids_T=self.token_ids(),
@@ -49,6 +49,7 @@ class Transcript:
             spans=tuple(self._spans),
             reward=reward,
             finish_reason=finish_reason,
+            correct=correct,
         )
 
     def _append(self, token_ids_N: Int32, logprobs_N: Float32, *, sampled: bool) -> None:

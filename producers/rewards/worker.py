@@ -7,7 +7,8 @@ import inspect
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from broker.messages import TaskKind
 from headrace.config import EnvironmentConfig
@@ -23,6 +24,8 @@ class Score:
 
     reward: float = 0.0
     failure: str = ""
+    correct: bool | None = None
+    """What the environment says of it, whatever its reward; None where it was not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,13 @@ class Judge:
         """Raises EnvironmentLoadError."""
         return cls(build_environment(config), load_reward(config.reward) if config.reward else None)
 
-    async def __call__(self, rollout: Rollout, kind: TaskKind) -> object:
+    async def __call__(self, rollout: Rollout, kind: TaskKind) -> Score:
+        # A verdict that nobody awaited would always count as right.
+        correct = bool(await _value(self.environment.correct(rollout)))
         if kind == "eval":
-            return 1.0 if self.environment.correct(rollout) else 0.0
-        if self.reward is None:
-            return await self.environment.score(rollout)
-        value = self.reward(rollout)
-        return await value if inspect.isawaitable(value) else value
+            return Score(float(correct), correct=correct)
+        ask = self.reward or self.environment.score
+        return replace(judged(await _value(ask(rollout))), correct=correct)
 
 
 _judges: dict[str, Judge | EnvironmentLoadError] = {}
@@ -75,7 +78,7 @@ def score(name: str, kind: TaskKind, pickled: bytes) -> Score:
 
 
 async def _score(judge: Judge, kind: TaskKind, pickled: bytes) -> Score:
-    async def call() -> object:
+    async def call() -> Score:
         return await judge(pickle.loads(pickled), kind)  # noqa: S301 - our own parent process wrote it
 
     # A task holds its exception as a value, whatever its type. Not every exception survives the way to the parent.
@@ -84,7 +87,12 @@ async def _score(judge: Judge, kind: TaskKind, pickled: bytes) -> Score:
     if task.cancelled():
         return Score(failure="reward was cancelled by its own code")
     error = task.exception()
-    return judged(task.result()) if error is None else Score(failure=f"reward raised {reason(error)}")
+    return task.result() if error is None else Score(failure=f"reward raised {reason(error)}")
+
+
+async def _value(given: Any) -> Any:
+    """What a user's function gave, by a coroutine or at once."""
+    return await given if inspect.isawaitable(given) else given
 
 
 def judged(value: object) -> Score:

@@ -38,8 +38,8 @@ async def test_the_example_is_scored_by_its_own_reward() -> None:
         judged = await asyncio.gather(*(scorer.score(name, "eval", rollout) for rollout in rollouts))
     finally:
         await scorer.close()
-    assert scores == [Score(1.0), Score(0.5), Score(0.0)]
-    assert judged == [Score(1.0), Score(1.0), Score(0.0)]
+    assert scores == [Score(1.0, correct=True), Score(0.5, correct=True), Score(0.0, correct=False)]
+    assert judged == [Score(1.0, correct=True), Score(1.0, correct=True), Score(0.0, correct=False)]
 
 
 def test_the_example_is_short() -> None:

@@ -51,6 +51,10 @@ class Own:
         return rollout.answer.value
     def correct(self, rollout): return rollout.completion == "right"
 
+class Async(Own):
+    def score(self, rollout): return 0.5
+    async def correct(self, rollout): return rollout.completion == "right"
+
 def plain(rollout): return 2
 async def patient(rollout):
     await asyncio.sleep(0)
@@ -72,6 +76,7 @@ async def scorer(file: Path) -> AsyncIterator[Scorer]:
         "own": EnvironmentConfig(name=own),
         "plain": EnvironmentConfig(name=own, reward=f"{file}:plain"),
         "patient": EnvironmentConfig(name=own, reward=f"{file}:patient"),
+        "async verdict": EnvironmentConfig(name=f"{file}:Async"),
         "missing": EnvironmentConfig(name=own, reward=f"{file}:missing"),
     }
     scorer = Scorer(environments, workers=1, deadline_s=1.0)
@@ -92,11 +97,14 @@ async def test_rewards_come_back_and_failures_are_reasons(scorer: Scorer, file: 
     async def score(completion: str, name: str = "own", kind: str = "train") -> Score:
         return await scorer.score(name, kind, rollout(completion, file))  # type: ignore[arg-type]
 
-    assert await score("fine") == Score(0.75)
-    assert await score("fine", "plain") == Score(2.0)
-    assert await score("fine", "patient") == Score(3.0)
-    assert await score("right", kind="eval") == Score(1.0)
-    assert await score("wrong", "plain", kind="eval") == Score(0.0)
+    assert await score("fine") == Score(0.75, correct=False)
+    assert await score("fine", "plain") == Score(2.0, correct=False)
+    assert await score("fine", "patient") == Score(3.0, correct=False)
+    assert await score("right", kind="eval") == Score(1.0, correct=True)
+    assert await score("right") == Score(0.75, correct=True)
+    assert await score("wrong", "plain", kind="eval") == Score(0.0, correct=False)
+    assert await score("wrong", "async verdict", kind="eval") == Score(0.0, correct=False)
+    assert await score("right", "async verdict", kind="eval") == Score(1.0, correct=True)
 
     raised = (await score("raise")).failure
     assert raised.startswith("reward raised ValueError: bad value xxx")
@@ -107,7 +115,7 @@ async def test_rewards_come_back_and_failures_are_reasons(scorer: Scorer, file: 
     assert (await score("text")).failure == "reward returned str, not a number"
     assert "has no object 'missing'" in (await score("fine", "missing")).failure
     assert "SystemExit: 4" in (await score("exit")).failure
-    assert await score("fine") == Score(0.75)
+    assert await score("fine") == Score(0.75, correct=False)
 
 
 @pytest.mark.parametrize("how", ["hang", "hang politely"])
@@ -116,22 +124,22 @@ async def test_a_reward_that_hangs_is_killed_and_the_others_are_scored(scorer: S
     async with asyncio.timeout(20):
         before, hung, after = await asyncio.gather(*calls)
     assert hung == Score(failure="reward took longer than 1 s")
-    assert before == after == Score(0.75)
+    assert before == after == Score(0.75, correct=False)
     assert scorer.open_calls == 0
 
 
 async def test_a_reward_that_ends_its_process_is_a_reason(scorer: Scorer, file: Path) -> None:
     died = await scorer.score("own", "train", rollout("die", file))
     assert died == Score(failure="reward ended its worker process (exit code 3)")
-    assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75)
+    assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False)
 
 
 async def test_a_worker_killed_while_idle_is_replaced(scorer: Scorer, file: Path) -> None:
-    assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75)
+    assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False)
     (child,) = workers_of(os.getpid())
     child.kill()
     for _ in range(20):
-        if await scorer.score("own", "train", rollout("fine", file)) == Score(0.75):
+        if await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False):
             return
     pytest.fail("no rollout was scored after the worker was killed")
 

@@ -41,6 +41,7 @@ def trajectories(draw: st.DrawFn, vocab: int) -> Trajectory:
         spans=spans,
         reward=draw(st.floats(-1e9, 1e9)),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        correct=draw(st.sampled_from([True, False, None])),
     )
 
 
@@ -68,7 +69,7 @@ def same(one: Group, other: Group) -> bool:
         np.array_equal(a.token_ids_T, b.token_ids_T)
         and np.array_equal(a.logprobs_T, b.logprobs_T)
         and np.array_equal(a.loss_mask_T, b.loss_mask_T)
-        and (a.spans, a.reward, a.finish_reason) == (b.spans, b.reward, b.finish_reason)
+        and (a.spans, a.reward, a.finish_reason, a.correct) == (b.spans, b.reward, b.finish_reason, b.correct)
         for a, b in zip(one.trajectories, other.trajectories, strict=True)
     )
     names = ("task_id", "attempt", "kind", "environment", "index", "producer", "failures", "error", "seconds")

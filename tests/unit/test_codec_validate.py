@@ -91,6 +91,8 @@ def test_a_logprob_may_round_to_a_little_above_zero(group: Group) -> None:
         ({"rewards_N": np.zeros(4)}, "rewards of 4 trajectories, but lengths of 3"),
         ({"finish_N": np.zeros(2, np.int64)}, "finish reasons of 2"),
         ({"finish_N": np.array([0, 1, 3])}, "unknown finish reason"),
+        ({"correct_N": np.zeros(2, np.int64)}, "verdicts of 2"),
+        ({"correct_N": np.array([0, 1, 3])}, "neither right nor wrong"),
         ({"span_counts_N": np.array([2, 2])}, "spans of 2"),
         ({"span_counts_N": np.array([2, 2, 3])}, "spans of no trajectory"),
         ({"span_counts_N": np.array([2, 4, 0])}, "without version spans"),

@@ -299,7 +299,7 @@ async def test_a_request_asks_for_no_more_than_the_context_holds_and_is_aborted_
 
 
 async def test_a_group_is_played_scored_and_valid(engine: ScriptedEngine) -> None:
-    scorer = Scores(*(Score(reward) for reward in (0.0, 1.0, 2.0, 3.0)))
+    scorer = Scores(*(Score(reward, correct=reward > 1) for reward in (0.0, 1.0, 2.0, 3.0)))
     environment = Chats(lambda index, seed: SingleTurn("?", index))
     here = stage(player(engine), environment, scorer)
     occupancy = Occupancy(playing=4)
@@ -308,6 +308,7 @@ async def test_a_group_is_played_scored_and_valid(engine: ScriptedEngine) -> Non
     assert check_group(group, Limits(256, {"train": 4})) is None
     assert (group.task_id, group.attempt, group.producer, group.error, group.failures) == ("t1", 2, "p1", "", ())
     assert sorted(trajectory.reward for trajectory in group.trajectories) == [0.0, 1.0, 2.0, 3.0]
+    assert all(trajectory.correct is (trajectory.reward > 1) for trajectory in group.trajectories)
     assert set(group.seconds) == {"queue", "decode", "score", "total"}
     assert group.seconds["total"] >= group.seconds["decode"] > 0
     assert (occupancy.playing, occupancy.scoring) == (0, 0)
@@ -320,7 +321,7 @@ async def test_an_episode_that_gives_its_reward_is_not_scored_unless_the_user_na
     environment, scorer = Chats(lambda index, seed: Chatty(1)), Scores()
     here = stage(player(engine), environment, scorer)
     group = await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
-    assert [trajectory.reward for trajectory in group.trajectories] == [0.5] * 4
+    assert [(trajectory.reward, trajectory.correct) for trajectory in group.trajectories] == [(0.5, None)] * 4
     assert scorer.kinds == []
     named = await play_group(
         replace(here, rewarded=frozenset({"chatty"})), TaskDelivery("1-0", 1, TASK), Occupancy(playing=4)

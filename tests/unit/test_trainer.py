@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,13 @@ def test_a_batch_without_any_advantage_moves_nothing() -> None:
     (result,) = run(one, [group([1, 1], 1)])
     assert (result.skipped, result.packed_tokens, result.reward) == ("no rollout has an advantage", 0, 1.0)
     assert torch.equal(before, weights(one))
+
+
+def test_accuracy_is_what_the_environment_says_whatever_the_reward() -> None:
+    members = group([0.5, 0.0, 0.2], 1).trajectories
+    said = [replace(member, correct=correct) for member, correct in zip(members, (True, False, None), strict=True)]
+    assert trainer().train([replace(group([1], 1), trajectories=tuple(said))], 0).accuracy == 0.5
+    assert trainer().train([group([0.5, 0.0], 1)], 0).accuracy is None
 
 
 def infinite(tokens: LossTokens, denominators: Denominators, settings: LossSettings) -> torch.Tensor:

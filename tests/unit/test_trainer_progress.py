@@ -94,7 +94,7 @@ def result(**more: object) -> StepResult:
         "loss": 0.5,
         "grad_norm": 2.0,
         "reward": 0.25,
-        "right": 0.5,
+        "accuracy": 0.5,
         "rollouts": 4,
         "without_advantage": 2,
         "tokens": 100,
@@ -142,7 +142,7 @@ def test_steps_and_summary(tmp_path: Path) -> None:
     (line,) = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert (line["step"], line["lag"], line["lag_histogram"]) == (3, 2.5, {"1": 1, "4": 1})
     assert line["idle_wait"] == {"trainer": 0.1111, "producers": 0.5}
-    assert line["generated_tokens_per_s"] == 400.0
+    assert (line["generated_tokens_per_s"], line["accuracy"]) == (400.0, 0.5)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"], summary["steps"]) == (None, 0.75, 3)
     assert summary["seconds"] == {
@@ -161,10 +161,11 @@ def test_producers_that_say_only_how_idle_they_are(tmp_path: Path) -> None:
     progress = Progress(tmp_path, Lane("trainer", "load"), Metrics("r", "trainer"))
     progress.warm([])
     batch = Batch(PolicyVersion(1, 1), (GroupDelivery("1-0", 7, group(1, 1)),), (0,), ())
-    progress.step(batch, result(), [producer("p1", idle=0.5)])
+    progress.step(batch, result(accuracy=None), [producer("p1", idle=0.5)])
     progress.summarize(None, None, [], 1, tmp_path)
     progress.close()
     assert json.loads((tmp_path / "summary.json").read_text())["idle_wait"]["producers"] == 0.5
+    assert json.loads((tmp_path / "steps.jsonl").read_text())["accuracy"] is None
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
