@@ -7,6 +7,7 @@ from typing import Any
 
 from broker.api import RunRecord
 from broker.codec import decode_group
+from broker.leases import counted
 from broker.messages import Group
 from broker.validate import MAX_GROUP_BYTES, Limits
 from headrace.errors import WireError
@@ -44,7 +45,7 @@ class Arrival:
         """What stands for a group that lies in `dead`: it has no rollouts, and frees its task's slot."""
         return Group(
             task_id=self.task_id,
-            attempt=int(self.attempt) if self.attempt.isdecimal() else 0,
+            attempt=counted(self.attempt) or 0,
             kind="eval" if self.kind == "eval" else "train",
             environment="",
             index=0,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from broker.codec import decode_task
 from broker.messages import Group, TaskDelivery
 from headrace.errors import WireError
+
+_COUNT = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,12 @@ def judge(taken: Taken, producer: str, max_deliveries: int, now_ms: float) -> Ta
         task = decode_task(taken.body)
     except WireError as error:
         return Poison(str(error))
-    if (task.task_id, task.kind) != (taken.task_id, taken.kind) or not taken.attempts_before.isdecimal():
+    before = counted(taken.attempts_before)
+    if (task.task_id, task.kind) != (taken.task_id, taken.kind) or before is None:
         return Poison("the entry's fields and its body name different tasks")
     if taken.deliveries > max_deliveries:
         return Poison(f"delivered {max_deliveries} times, finished by nobody")
-    delivery = TaskDelivery(taken.entry_id, int(taken.attempts_before) + taken.deliveries, task)
+    delivery = TaskDelivery(taken.entry_id, before + taken.deliveries, task)
     if now_ms <= task.deadline_ms:
         return delivery
     group = Group(
@@ -62,3 +66,8 @@ def judge(taken: Taken, producer: str, max_deliveries: int, now_ms: float) -> Ta
         error="the deadline passed before a producer had a free slot",
     )
     return Expired(delivery, group)
+
+
+def counted(field: str) -> int | None:
+    """A count of attempts as the broker's scripts read it from an entry's field; None for anything else."""
+    return int(field) if _COUNT.fullmatch(field) else None

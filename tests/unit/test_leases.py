@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.api import Hello, RunRecord
+from broker.arrivals import Arrival
 from broker.codec import encode_task
 from broker.identity import difference
 from broker.leases import Expired, Poison, Taken, judge
@@ -46,12 +47,20 @@ def test_a_millisecond_late_fails_by_rule() -> None:
         ({"kind": "eval"}, "different tasks"),
         ({"attempts_before": ""}, "different tasks"),
         ({"attempts_before": "-1"}, "different tasks"),
+        ({"attempts_before": "٣"}, "different tasks"),
+        ({"attempts_before": "9" * 5000}, "different tasks"),
     ],
 )
 def test_what_cannot_be_read_is_poison_at_its_first_delivery(change: dict[str, object], says: str) -> None:
     poison = judge(replace(TAKEN, **change), "p0", 3, 0)
     assert isinstance(poison, Poison)
     assert says in poison.reason
+
+
+@pytest.mark.parametrize("attempt", ["", "-1", "٣", "9" * 5000])
+def test_a_group_whose_attempt_is_no_count_still_frees_its_slot(attempt: str) -> None:
+    stand_in = Arrival("5-0", "a", attempt, "train", "p0", b"").refused("no group")
+    assert (stand_in.task_id, stand_in.attempt, stand_in.error) == ("a", 0, "dead: no group")
 
 
 RECORD = RunRecord("r", SCHEMA, {}, {"model": "a" * 64, "chat_template": ""}, vocab_size=100)
