@@ -6,7 +6,8 @@ from typing import Any, cast, get_args
 
 from broker.api import Order, Peer, RunRecord, RunState, RunStatus
 from broker.bounds import MAX_ORDERS, SILENT_MS
-from broker.redis.link import Link, stream_entries, text
+from broker.leases import counted
+from broker.redis.link import Fields, Link, stream_entries, text
 from broker.redis.records import decode_peer, encode_peer
 from headrace.errors import WireError
 
@@ -61,16 +62,7 @@ class RedisService:
         reply = await self._link.send(
             "XREAD", "COUNT", 64, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, after
         )
-        orders = [
-            Order(
-                order_id=entry_id,
-                kind=cast(Any, text(fields[b"kind"])),
-                target=text(fields[b"target"]),
-                count=int(fields[b"count"]),
-                reason=text(fields[b"reason"]),
-            )
-            for entry_id, fields in stream_entries(reply)
-        ]
+        orders = [_order(entry_id, fields) for entry_id, fields in stream_entries(reply)]
         if orders and self._orders_from is not None:
             self._orders_from = orders[-1].order_id
         return orders
@@ -85,6 +77,13 @@ class RedisService:
         """Id of the newest entry, after which a reader sees only later ones."""
         newest = await self._link.send("XREVRANGE", stream, "+", "-", "COUNT", 1)
         return text(newest[0][0]) if newest else "0"
+
+
+def _order(entry_id: str, fields: Fields) -> Order:
+    """An entry that is no order has an empty kind, which nobody obeys; its id still moves the reader on."""
+    count = counted(text(fields.get(b"count")))
+    kind = "" if count is None else text(fields.get(b"kind"))
+    return Order(entry_id, cast(Any, kind), text(fields.get(b"target")), count or 0, text(fields.get(b"reason")))
 
 
 def milliseconds(seconds: float) -> int:

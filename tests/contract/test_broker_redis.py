@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from broker.api import Hello, Peer, RunRecord, Runs
+from broker.api import Hello, Order, Peer, RunRecord, Runs
 from broker.connect import Run, connect_run, connect_runs
 from broker.keys import Keys
 from broker.messages import SCHEMA, StepEntry
@@ -208,6 +208,16 @@ async def test_foreign_entries_end_in_dead_and_the_trainer_goes_on(run: Run, raw
     assert "field attempt of the entry is '7', in its body '1'" in reasons
     await run.settle(fence, "train", [StepEntry(arrived.entry_id, "a", "trained")])
     assert await closed(run) == (1, 0, {"trained": 1})
+
+
+async def test_a_foreign_entry_among_the_orders_is_obeyed_by_nobody(run: Run, raw: redis.Redis, run_id: str) -> None:
+    stream = Keys(run_id).of("orders")
+    for fields in ({"nonsense": "1"}, {"kind": "scale", "count": "many"}, {"kind": "stop"}):
+        raw.xadd(stream, fields)
+    await run.order(Order("", "scale", target="producer", count=2))
+    *foreign, order = await run.orders("0", 50)
+    assert [one.kind for one in foreign] == ["", "", ""]
+    assert (order.kind, order.target, order.count) == ("scale", "producer", 2)
 
 
 async def test_a_second_group_of_a_task_is_not_counted(run: Run, raw: redis.Redis, run_id: str) -> None:
