@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from broker.api import Balance, Fence
 from broker.connect import Run
 from broker.messages import Task
@@ -33,13 +31,14 @@ class Admitter:
         async with books.lock:
             outstanding = (await self.sheet()).outstanding - books.unsettled_groups
             count = self._window.free(books.formed, outstanding)
-            tasks = [self._task(books.cursor + offset) for offset in range(count)]
-            if tasks:
+            if count:
+                deadline_ms = await self._deadline_ms()
+                tasks = [self._task(books.cursor + offset, deadline_ms) for offset in range(count)]
                 await self._port.admit(self._fence, tasks)
                 books.cursor += count
             return count
 
-    def evaluation(self, when: str, held_out: Source) -> list[Task]:
+    async def evaluation(self, when: str, held_out: Source) -> list[Task]:
         """The tasks of an evaluation on the newest version. Raises ConfigError."""
         return evaluation_tasks(
             when,
@@ -48,7 +47,7 @@ class Admitter:
             seed=self._config.run.seed,
             group_size=self._config.evaluation.samples_per_prompt,
             version=self._books.version,
-            deadline_ms=self._deadline_ms(),
+            deadline_ms=await self._deadline_ms(),
         )
 
     async def ask(self, tasks: list[Task]) -> None:
@@ -66,14 +65,15 @@ class Admitter:
         found = [sheet for sheet in await self._port.balance() if sheet.kind == "train"]
         return found[0] if found else Balance("train", 0, 0, {})
 
-    def _task(self, number: int) -> Task:
+    def _task(self, number: int, deadline_ms: int) -> Task:
         return self._curriculum.task(
             number,
             group_size=self._config.trainer.group_size,
             min_version=self._window.min_version(self._books.formed, self._books.first),
-            deadline_ms=self._deadline_ms(),
+            deadline_ms=deadline_ms,
             formed=self._books.formed,
         )
 
-    def _deadline_ms(self) -> int:
-        return int((time.time() + self._config.broker.task_deadline_s) * 1000)
+    async def _deadline_ms(self) -> int:
+        """Of tasks admitted now, on the broker's clock: this machine's may be off."""
+        return await self._port.now_ms() + round(self._config.broker.task_deadline_s * 1000)

@@ -222,7 +222,7 @@ class TrainerLoops:
             return None
         sheet = Sheet(self._parts.decode)
         self._intake.sheet = sheet
-        tasks = self._admitter.evaluation(when, self._parts.held_out)
+        tasks = await self._admitter.evaluation(when, self._parts.held_out)
         sheet.expect([task.task_id for task in tasks])
         await self._admitter.ask(tasks)
         with self._lane.during("wait_evaluation"):

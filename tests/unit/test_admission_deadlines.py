@@ -1,0 +1,38 @@
+"""Deadlines of admitted tasks are on the broker's clock, whatever the trainer's machine says."""
+
+from __future__ import annotations
+
+from broker.api import RunRecord
+from broker.memory.runs import MemoryRun
+from broker.memory.store import RunStore
+from broker.messages import Task
+from consumers.admission import Curriculum, Source, Window
+from consumers.asking import Admitter
+from consumers.books import Books
+from headrace.config import Config
+from headrace.version import PolicyVersion
+
+AHEAD_MS = 10**15
+
+
+class FarAhead(MemoryRun):
+    """A broker on a machine whose clock is far ahead."""
+
+    async def now_ms(self) -> int:
+        return AHEAD_MS
+
+
+async def test_deadlines_are_on_the_brokers_clock(record: RunRecord) -> None:
+    port = FarAhead(record.run_id, RunStore(record), 3)
+    config = Config.model_validate({"broker": {"task_deadline_s": 60}, "evaluation": {"prompts": 1}})
+    books = Books(1, 0, 0, PolicyVersion(1, 0), 0)
+    curriculum = Curriculum(0, (Source("arithmetic", 8),))
+    admitter = Admitter(port, await port.take_fence(0), books, config, Window(2, 1, 10), curriculum)
+    tasks: list[Task] = await admitter.evaluation("before", Source("arithmetic", 8))
+    assert await admitter.fill() == 2
+    tasks += [delivery.task for delivery in await port.take("p0", 8, 0)]
+    assert [(task.kind, task.deadline_ms) for task in tasks] == [
+        ("eval", AHEAD_MS + 60_000),
+        ("train", AHEAD_MS + 60_000),
+        ("train", AHEAD_MS + 60_000),
+    ]
