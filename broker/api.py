@@ -18,7 +18,7 @@ Published = Literal["published", "repeated", "superseded"]
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run is. Written once, before any service starts; a producer whose digests or schema differ is refused."""
+    """What a run is, written before any service starts. A producer whose digests or schema differ is refused."""
 
     run_id: str
     schema: int
@@ -268,6 +268,10 @@ class Runs(Protocol):
 
     async def create(self, record: RunRecord) -> None:
         """Raises Refused when the id is taken."""
+        ...
+
+    async def amend(self, record: RunRecord) -> None:
+        """Replace a run's record, before the services that go on with it start. Raises Refused for an unknown run."""
         ...
 
     async def ids(self) -> list[str]: ...

@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from broker.api import OperatorPort, Order, Peer, RunRecord, Runs
@@ -116,7 +116,15 @@ class Launcher:
 
     async def _record(self, runs: Runs) -> None:
         plan = self._plan
+        for change in plan.changes:
+            self._report("run", "changed", change)
+        if plan.resume:
+            # It has not ended yet, whatever an earlier end wrote.
+            plan.folder.summary_file.unlink(missing_ok=True)
         if plan.resume and plan.folder.run_id in await runs.ids():
+            stored, config = await self._operator.record(), plan.config.model_dump(mode="json")
+            if stored.config != config:
+                await runs.amend(replace(stored, config=config))
             await self._operator.set_status("running", "resumed")
             return
         await runs.create(
@@ -174,8 +182,9 @@ class Launcher:
                 self.outcome.code = 0 if self._told_to_stop else 130
                 self.outcome.reason = f"stopped: {self._told_to_stop or 'interrupted'}"
                 await self._leave(max(TRAINER_S, self._plan.config.producer.drain_s + GRACE_S))
-            self._service.stop(self.outcome.reason)
         finally:
+            # The other loops look at the flag, because a cancellation can get lost inside the broker's client.
+            self._service.stop(self.outcome.reason or "a part is beyond repair")
             over.cancel()
             stopping.cancel()
 
@@ -184,7 +193,7 @@ class Launcher:
         # What was ordered before this launcher came is not its business.
         while old := await self._operator.orders(after, 1):
             after = old[-1].order_id
-        while True:
+        while not self._service.stopping.is_set():
             for order in await self._operator.orders(after, self._plan.config.broker.stream_block_ms):
                 after = order.order_id
                 self._obey(order)

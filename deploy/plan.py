@@ -19,8 +19,8 @@ from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
 from headrace.errors import ConfigError, ServiceError
 
-MAY_CHANGE = frozenset({"producer.count", "telemetry.port"})
-"""Keys that `--resume` may give another value: those that only the launcher reads."""
+MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port"})
+"""Keys that `--resume` may give another value: no step that was made depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,11 @@ def localized(config: Config) -> Config:
     if model.is_dir():
         tree["model"]["path"] = str(model.absolute())
     tree["run"]["folder"] = str(Path(config.run.folder).expanduser().absolute())
+    tree["evaluation"]["environment"] = _absolute_file(config.evaluation.environment)
     for environment in tree["environments"]:
         for name in ("name", "reward"):
             environment[name] = _absolute_file(environment[name])
+    tree["evaluation"]["environment"] = _absolute_file(tree["evaluation"]["environment"])
     return Config.model_validate(tree)
 
 

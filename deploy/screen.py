@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-STYLES = {"died": "red", "killed": "red", "replaced": "yellow", "joined": "green", "weights": "cyan"}
+STYLES = {"died": "red", "killed": "red", "replaced": "yellow", "changed": "yellow", "joined": "green"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,6 @@ def _launch(
     screen.line(f"run {plan.folder.run_id} in {plan.folder.path}", "bold")
     if redis is not None:
         screen.line(f"Redis on {redis.place}, its data in {redis.folder}", "dim")
-    for change in plan.changes:
-        screen.line(change, "yellow")
     launcher = Launcher(plan, url, redis, screen)
     stack.callback(launcher.abandon)
 
@@ -82,7 +80,7 @@ def _launch(
 
 def _conclude(plan: Plan, launcher: Launcher, console: Console) -> None:
     outcome = launcher.outcome
-    if outcome.killed:
+    if outcome.killed and outcome.code in (0, 130):
         print(f"had to be killed: {', '.join(outcome.killed)}", file=sys.stderr)
     if outcome.reason == "finished":
         if summary := launcher.summarize():

@@ -37,6 +37,12 @@ class MemoryRuns:
             raise Refused(f"run id {run_id!r} is taken in this process's memory; choose another")
         runs[run_id] = RunStore(replace(record, created_ms=record.created_ms or now_ms()))
 
+    async def amend(self, record: RunRecord) -> None:
+        store = _brokers.get(self._url, {}).get(record.run_id)
+        if store is None:
+            raise Refused(f"there is no run {record.run_id!r} in this process's memory")
+        store.record = record
+
     async def ids(self) -> list[str]:
         return sorted(_brokers.get(self._url, {}))
 

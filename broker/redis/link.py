@@ -39,7 +39,7 @@ class Link:
         return self.keys.run_id
 
     async def record(self) -> RunRecord:
-        """The run's record, which never changes. Raises Refused where there is none."""
+        """The run's record, which does not change while services use it. Raises Refused where there is none."""
         if self._record is None:
             raw = await self.send("GET", self.keys.of("record"))
             if raw is None:

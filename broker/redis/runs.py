@@ -36,6 +36,11 @@ class RedisRuns:
         if not await self._send("EVALSHA", script.sha, len(script.keys), *names, encode_record(record)):
             raise Refused(f"run id {record.run_id!r} is taken at Redis at {self._connection.place}; choose another")
 
+    async def amend(self, record: RunRecord) -> None:
+        key = Keys(record.run_id).of("record")
+        if not await self._send("SET", key, encode_record(record), "XX", "KEEPTTL"):
+            raise Refused(f"there is no run {record.run_id!r} in Redis at {self._connection.place}")
+
     async def ids(self) -> list[str]:
         return sorted({run_of(key) for key in await self._keys(ALL_RECORDS)})
 

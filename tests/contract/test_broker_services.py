@@ -123,3 +123,15 @@ async def test_runs_do_not_see_each_other(
             await other.state()
     finally:
         await other.close()
+
+
+async def test_a_run_goes_on_with_an_amended_record(service: Services, any_runs: Runs, record: RunRecord) -> None:
+    before = await service().record()
+    config = {**before.config, "run": {**before.config["run"], "steps": 7}}
+    await any_runs.amend(replace(before, config=config))
+    after = await service().record()
+    assert after == replace(before, config=config)
+    assert after.config["run"]["steps"] == 7
+    with pytest.raises(Refused, match="there is no run 'nowhere'"):
+        await any_runs.amend(replace(record, run_id="nowhere"))
+    assert "nowhere" not in await any_runs.ids()

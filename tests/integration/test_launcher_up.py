@@ -257,6 +257,20 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(project: Project) -> None:
     assert "step 2/4" not in out
 
 
+def test_a_finished_run_goes_on_with_more_steps(project: Project) -> None:
+    assert project.up().wait(100) == 0
+    assert project.steps() == [1, 2, 3, 4]
+    project.hold()
+    again = project.up("--resume", "--steps", "6")
+    running(project)
+    assert not (project.run / "summary.json").exists()
+    project.let_go()
+    out, err = again.communicate(timeout=100)
+    assert (err, again.returncode) == ("", 0)
+    assert project.steps() == [1, 2, 3, 4, 5, 6]
+    assert "run changed: run.steps is now 6, was 4" in out
+
+
 def test_a_second_ctrl_c_ends_everything_at_once(project: Project) -> None:
     project.hold()
     (project.folder / "producers-hang").touch()

@@ -154,11 +154,13 @@ def test_files_and_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.M
     overrides = [
         "model.path=model",
         'environments=[{name="env.py:Mine", reward="env.py:score"}, {name="pkg.mod:Other"}]',
+        "evaluation.environment=env.py:Mine",
     ]
     config = localized(resolve(None, {}, overrides).config)
     assert config.model.path == str(tmp_path / "model")
     assert config.run.folder == str(tmp_path / "runs")
     assert [entry.name for entry in config.environments] == [f"{tmp_path}/env.py:Mine", "pkg.mod:Other"]
+    assert config.evaluation.environment == config.environments[0].name
     assert config.environments[0].reward == f"{tmp_path}/env.py:score"
     assert localized(resolve(None, {}, ["model.path=owner/model"]).config).model.path == "owner/model"
 
