@@ -107,10 +107,7 @@ async def _assemble(
     folder, digests = _model(record, config)
     metrics = Metrics(settings.run_id, settings.name)
     health: dict[str, Any] = {"ok": True, "service": settings.name, "phase": "start"}
-    endpoint = Endpoint(metrics, lambda: health)
-    await endpoint.start(config.telemetry.host, settings.metrics_port)
-    stack.push_async_callback(endpoint.close)
-    metrics_url = f"http://{config.telemetry.host}:{endpoint.port}/metrics"
+    metrics_url = await _serve(Endpoint(metrics, lambda: health), config.telemetry.host, settings.metrics_port, stack)
     await _join(port, Hello(settings.name, SCHEMA, digests, host, os.getpid(), metrics_url))
 
     scorer = _scorer(config)
@@ -150,6 +147,13 @@ async def _assemble(
         health=health,
     )
     return producer
+
+
+async def _serve(endpoint: Endpoint, host: str, port: int, stack: AsyncExitStack) -> str:
+    """Serve until the stack is closed; the URL of /metrics. Raises ServiceError when the port is taken."""
+    await endpoint.start(host, port)
+    stack.push_async_callback(endpoint.close)
+    return f"http://{host}:{endpoint.port}/metrics"
 
 
 def _stage(
