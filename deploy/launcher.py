@@ -25,7 +25,7 @@ from broker.messages import SCHEMA
 from deploy.cores import Cores, has_gpu
 from deploy.parts import Services
 from deploy.plan import Plan
-from deploy.progress import Fleet, Follower, newest_step, step_line
+from deploy.progress import Follower, newest_step, step_line
 from deploy.redis_server import RedisServer
 from deploy.report import sheet_fields
 from deploy.restarts import LIMITS
@@ -215,8 +215,7 @@ class Launcher:
             stopped = await self._service.sleep(REDRAW_S)
             for fields in follower.read():
                 self._step = int(fields.get("step", self._step))
-                line = step_line(fields, self._plan.config.run.steps, Fleet.of(self._peers))
-                self._screen.line(line)
+                self._screen.line(step_line(fields, self._plan.config.run.steps))
             self._screen.show(self._view())
 
     # -- orders

@@ -1,14 +1,10 @@
-"""How far a run is: the trainer's step lines as they are appended, and what the services say in their heartbeats."""
+"""How far a run is: the trainer's step lines as they are appended."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from broker.api import Peer
 
 _MOST_BYTES = 1 << 20
 """Read at most so much of a file at once."""
@@ -43,39 +39,17 @@ def newest_step(file: Path) -> int | None:
     return step
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """All producers together, as they say themselves."""
-
-    alive: int = 0
-    tokens_per_s: float = 0.0
-    idle: float | None = None
-    """Mean idle-wait fraction; None when none says."""
-
-    @classmethod
-    def of(cls, peers: Iterable[Peer]) -> Fleet:
-        producers = [peer for peer in peers if peer.role == "producer" and peer.alive]
-        idles = [float(peer.state["idle"]) for peer in producers if "idle" in peer.state]
-        return cls(
-            len(producers),
-            sum(float(peer.state.get("tokens_per_s", 0.0)) for peer in producers),
-            sum(idles) / len(idles) if idles else None,
-        )
-
-
-def step_line(fields: dict[str, Any], steps: int, fleet: Fleet) -> str:
-    """One trainer step as one line; what the trainer does not say about producers comes from `fleet`."""
+def step_line(fields: dict[str, Any], steps: int) -> str:
+    """One trainer step as one line, with dashes for what it does not say."""
     idle = fields.get("idle_wait") or {}
-    producers_idle = idle.get("producers", fleet.idle)
-    generated = fields.get("generated_tokens_per_s", fleet.tokens_per_s)
-    trained = fields.get("trained_tokens_per_s")
+    generated, trained = fields.get("generated_tokens_per_s"), fields.get("trained_tokens_per_s")
     parts = [
         f"step {fields.get('step', 0):>{len(str(steps))}}/{steps}",
         f"reward {_number(fields.get('reward'), '5.2f')}",
         f"accuracy {_number(fields.get('accuracy'), '4.0%')}",
         f"lag {_number(fields.get('lag'), '3.1f')}",
         f"tokens/s: generated {_number(generated, '4.0f')} trained {_number(trained, '4.0f')}",
-        f"idle: producers {_number(producers_idle, '4.0%')} trainer {_number(idle.get('trainer'), '4.0%')}",
+        f"idle: producers {_number(idle.get('producers'), '4.0%')} trainer {_number(idle.get('trainer'), '4.0%')}",
     ]
     if fields.get("skipped"):
         parts.append(f"skipped: {fields['skipped']}")

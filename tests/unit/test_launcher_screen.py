@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from broker.api import Peer
 from broker.messages import Group, Trajectory, VersionSpan
-from deploy.progress import Fleet, Follower, step_line
+from deploy.progress import Follower, step_line
 from deploy.report import balance_line, last_part, print_report, without_shared_lines
 from deploy.rollouts import Decoder, rollouts_of, show
 from deploy.screen import PartView, RunView, Screen, panel
@@ -25,34 +24,26 @@ def text_of(target: Console) -> str:
     return target.file.getvalue()
 
 
-def producer(name: str, *, alive: bool = True, **state: float) -> Peer:
-    return Peer(name, "producer", "host", 1, alive, state)
-
-
 def test_a_step_is_one_line() -> None:
     fields = {
         "step": 7,
         "reward": 0.5,
         "accuracy": 0.25,
         "lag": 1.26,
+        "generated_tokens_per_s": 320.0,
         "trained_tokens_per_s": 240.4,
-        "idle_wait": {"trainer": 0.041},
+        "idle_wait": {"trainer": 0.041, "producers": 0.2},
     }
-    fleet = Fleet.of([producer("a", tokens_per_s=300.0, idle=0.1), producer("b", tokens_per_s=20.0, idle=0.3)])
-    line = step_line(fields, 40, fleet)
+    line = step_line(fields, 40)
     assert " ".join(line.split()) == (
         "step 7/40 reward 0.50 accuracy 25% lag 1.3 tokens/s: generated 320 trained 240 idle: producers 20% trainer 4%"
     )
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    line = step_line({"step": 1}, 5, Fleet())
-    assert line.count(" -") >= 4
+    line = step_line({"step": 1, "accuracy": None}, 5)
+    assert line.count(" -") == 7
     assert "0%" not in line
-
-
-def test_the_dead_do_not_count() -> None:
-    assert Fleet.of([producer("a", alive=False, tokens_per_s=5.0, idle=0.0)]) == Fleet(0, 0.0, None)
 
 
 def test_a_follower_sees_whole_lines_once(tmp_path: Path) -> None:
