@@ -35,6 +35,8 @@ def export_tensors(tensors: Mapping[str, torch.Tensor], model: Any, model_folder
             parameter.copy_(tensors[name])
     work = out.with_name(f".{out.name}.writing")
     try:
+        if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+            raise CheckpointError(f"{out} is there and holds no model; export into another folder")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         model.save_pretrained(work)

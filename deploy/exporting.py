@@ -2,7 +2,7 @@
 
 A process of its own writes it, because that loads torch:
 
-python -m deploy.exporting CHECKPOINT MODEL OUT
+python -m deploy.exporting RUN_FOLDER MODEL_FOLDER OUT DTYPE
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from deploy.run_folder import RunFolder
+from headrace.config import Config
 from headrace.errors import CheckpointError, HeadraceError, ModelError
 
 _LONGEST_S = 3600.0
@@ -22,7 +23,8 @@ def export_newest(run: RunFolder, out: Path) -> Path:
     facts = run.read_json(run.facts_file)
     if facts is None:
         raise ModelError(f"run {run.run_id} does not say where its model lies ({run.facts_file} is missing)")
-    arguments = [str(run.path), facts["folder"], str(out.absolute())]
+    config = Config.model_validate(run.read_json(run.config_file) or {})
+    arguments = [str(run.path), facts["folder"], str(out.absolute()), config.model.wire_dtype]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "deploy.exporting", *arguments],
@@ -40,7 +42,7 @@ def export_newest(run: RunFolder, out: Path) -> Path:
     return out.absolute()
 
 
-def main(folder: Path, model_folder: Path, out: Path) -> int:
+def main(folder: Path, model_folder: Path, out: Path, dtype: str) -> int:
     from consumers import checkpoint
     from consumers.export import export
 
@@ -48,7 +50,7 @@ def main(folder: Path, model_folder: Path, out: Path) -> int:
     try:
         if found is None:
             raise CheckpointError(f"run {folder.name} has no checkpoint yet")
-        export(found[1], model_folder, out)
+        export(found[1], model_folder, out, dtype)
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -56,4 +58,5 @@ def main(folder: Path, model_folder: Path, out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(Path(argument) for argument in sys.argv[1:4])))
+    run_folder, model_folder, out, dtype = sys.argv[1:]
+    sys.exit(main(Path(run_folder), Path(model_folder), Path(out), dtype))

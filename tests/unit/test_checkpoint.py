@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from broker.messages import Group, Trajectory, VersionSpan
 from consumers import checkpoint
 from consumers.checkpoint import Checkpoints, RunPosition
-from consumers.export import export
+from consumers.export import export, export_tensors
 from consumers.trainer import Trainer
 from headrace.config import Config, TrainerConfig
 from headrace.errors import CheckpointError
@@ -185,3 +185,13 @@ def test_the_exported_folder_loads_in_transformers(tmp_path: Path) -> None:
         assert torch.equal(parameter, dict(net.named_parameters())[name].to(torch.bfloat16)), name
     assert (out / "tokenizer.json").read_text() == "{}"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_an_export_replaces_models_only(tmp_path: Path) -> None:
+    notes = tmp_path / "precious" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("do not lose me")
+    net = model()
+    with pytest.raises(CheckpointError, match="precious is there and holds no model; export into another folder"):
+        export_tensors(dict(net.named_parameters()), net, tmp_path, notes.parent)
+    assert notes.read_text() == "do not lose me"
