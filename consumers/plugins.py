@@ -15,11 +15,15 @@ def load_object(name: str, key: str) -> Any:
     """
     module_name, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise ConfigError(f"{key} = {name!r}: module {module_name} does not import: {error}") from error
-    except AttributeError:
-        raise ConfigError(f"{key} = {name!r}: module {module_name} has no {attribute!r}") from None
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        # It is somebody's own code, which may raise anything.
+        raise ConfigError(
+            f"{key} = {name!r}: module {module_name} does not import: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(f"{key} = {name!r}: module {module_name} has no {attribute!r}")
     if not callable(found):
         raise ConfigError(f"{key} = {name!r} is not a function")
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,6 +38,13 @@ def test_equal_rewards_have_no_advantage(reward: float, size: int) -> None:
 
 def test_ones_own_function_by_name() -> None:
     assert advantage("numpy:negative") is np.negative
+
+
+def test_a_module_that_breaks_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_advantage.py").write_text("def f(:")
+    with pytest.raises(ConfigError, match="module broken_advantage does not import: SyntaxError: invalid syntax"):
+        advantage("broken_advantage:f")
 
 
 @pytest.mark.parametrize(
