@@ -89,5 +89,5 @@ class Environment(Protocol):
         ...
 
     def correct(self, rollout: Rollout) -> bool:
-        """Whether the rollout counts as right in an evaluation, whatever its reward."""
+        """Whether the rollout counts as right, whatever its reward: the accuracy of steps and evaluations."""
         ...
