@@ -100,11 +100,7 @@ def evaluation_tasks(
     `when` is "before" or "after". Both use the same seeds, so that they ask the same. Raises ConfigError when the
     environment has fewer held-out prompts.
     """
-    if prompts > source.size:
-        raise ConfigError(
-            f"evaluation.prompts = {prompts}: environment {source.environment!r} "
-            f"has only {source.size} held-out prompts"
-        )
+    check_held_out(source, prompts)
     return [
         Task(
             task_id=f"eval-{when}-{version.incarnation}-{index:06d}",
@@ -119,6 +115,15 @@ def evaluation_tasks(
         )
         for index in range(prompts)
     ]
+
+
+def check_held_out(source: Source, prompts: int) -> None:
+    """Raises ConfigError when an evaluation wants more prompts than there are."""
+    if prompts > source.size:
+        raise ConfigError(
+            f"evaluation.prompts = {prompts}: environment {source.environment!r} "
+            f"has only {source.size} held-out prompts"
+        )
 
 
 def shuffled(position: int, size: int, key: str) -> int:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,20 @@ def facts_of(config: Config) -> Facts:
     from headrace.policy.prepare import resolve_model
 
     folder = resolve_model(config.model.path).resolve()
-    return Facts(str(folder), model_digests(folder), vocab_size(folder, config.model.path), dataset_sizes(config))
+    sizes = dataset_sizes(config)
+    check_names(config, sizes)
+    return Facts(str(folder), model_digests(folder), vocab_size(folder, config.model.path), sizes)
+
+
+def check_names(config: Config, sizes: Mapping[str, int]) -> None:
+    """What the services would only find out once they have loaded a model. Raises ConfigError."""
+    from consumers.admission import Curriculum, Source, check_held_out
+    from producers.engines.registry import engine_factory
+
+    engine_factory(config.producer.engine)
+    Curriculum(config.run.seed, tuple(Source(e.name, sizes[f"train/{e.name}"]) for e in config.environments))
+    name = config.evaluation.environment or config.environments[0].name
+    check_held_out(Source(name, sizes[f"eval/{name}"]), config.evaluation.prompts)
 
 
 def dataset_sizes(config: Config) -> dict[str, int]:

@@ -139,7 +139,8 @@ class BrokerConfig(Section):
 
 
 class TelemetryConfig(Section):
-    host: str = "127.0.0.1"
+    host: Literal["127.0.0.1", "::1", "localhost"] = "127.0.0.1"
+    """Loopback only: /metrics is open to whoever reaches it."""
     port: Port = 0
     """First port of /metrics and /healthz; 0 takes a free one. Each service of `headrace up` takes the next."""
 

@@ -19,14 +19,18 @@ def build_engine(name: str, config: Config, model_folder: Path, seed: int) -> En
 
     Raises ConfigError for a name that is not found or options that the engine does not know.
     """
-    factory = ENGINES[name] if name in ENGINES else _user_factory(name)
     try:
-        return factory(config, model_folder, seed)
+        return engine_factory(name)(config, model_folder, seed)
     except TypeError as error:
         options = ", ".join(config.producer.engine_options) or "none"
         raise ConfigError(
             f"producer.engine = {name!r} cannot be built with producer.engine_options = {options}: {error}"
         ) from error
+
+
+def engine_factory(name: str) -> Factory:
+    """What builds the engine `name`. Raises ConfigError for a name that is not found."""
+    return ENGINES[name] if name in ENGINES else _user_factory(name)
 
 
 def _scripted(config: Config, model_folder: Path, seed: int) -> Engine:
