@@ -18,7 +18,16 @@ from dataclasses import dataclass, field
 
 from deploy.processes import Child, Command, describe_exit
 from deploy.restarts import LIMITS, Death, GiveUp, RestartLimits, decide
-from headrace.errors import HeadraceError, ServiceError
+from headrace.errors import (
+    BrokerError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    Fenced,
+    HeadraceError,
+    ServiceError,
+    WeightError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +171,7 @@ class Supervisor:
         self._report(part.name, "died", f"process {child.pid} {describe_exit(code)}; its log: {child.log}")
         decision = decide(part.deaths, part.limits)
         if isinstance(decision, GiveUp):
-            raise ServiceError(obituary(part, child, code, decision.reason))
+            raise kind_of(code)(obituary(part, child, code, decision.reason))
         return await self._back_off(part, decision.after_s)
 
     async def _back_off(self, part: Part, seconds: float) -> bool:
@@ -180,6 +189,17 @@ class Supervisor:
             self._over.set_exception(outcome)
         else:
             self._over.set_result(outcome)
+
+
+KINDS: dict[int, type[HeadraceError]] = {
+    kind.exit_code: kind
+    for kind in (ConfigError, BrokerError, EngineError, WeightError, CheckpointError, Fenced, ServiceError)
+}
+
+
+def kind_of(code: int) -> type[HeadraceError]:
+    """The run ends as its service did, when that said why: with an error of the same exit code."""
+    return KINDS.get(code, ServiceError)
 
 
 def obituary(part: Part, child: Child, code: int, reason: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 from deploy.processes import Child, Command
 from deploy.restarts import RestartLimits
 from deploy.supervisor import Part, Supervisor
-from headrace.errors import ServiceError
+from headrace.errors import ConfigError, ServiceError
 
 LIMITS = RestartLimits(in_a_row=3, in_total=10, first_delay_s=0.02)
 
@@ -103,7 +103,7 @@ async def test_a_part_that_keeps_dying_at_start_ends_the_run_with_its_log(bench:
 
 async def test_a_configuration_error_is_not_repeated_and_speaks_for_itself(bench: Bench) -> None:
     bench.add("import sys\nprint('producer-1: environment x does not import', file=sys.stderr)\nsys.exit(2)")
-    with pytest.raises(ServiceError) as caught:
+    with pytest.raises(ConfigError) as caught:
         await asyncio.wait_for(bench.supervisor.run(), 30)
     assert str(caught.value).startswith("producer-1 exited with 2: producer-1: environment x does not import (log: ")
     assert bench.named("died") == ["producer-1"]
