@@ -183,3 +183,17 @@ def test_nothing_is_left(seen: Seen) -> None:
     assert seen.left_segments == []
     assert seen.left_semaphores == []
     assert not (seen.run / "connection.json").exists()
+
+
+def test_the_example_of_ones_own_environment_runs(launched: Launches, tiny_model: Path) -> None:
+    example = "examples/own_environment.toml"
+    done = launched.headrace("up", "--config", example, "--model", str(tiny_model), "--steps", "2")
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert launched.steps() == [1, 2]
+    sheets = launched.summary()["balance"]
+    assert sheets["eval"]["verdicts"] == {"evaluated": 48}
+    assert sheets["train"]["closed"]
+    shown = [example["prompt"] for example in launched.summary()["examples"]]
+    assert any("Say these two words in the other order" in prompt for prompt in shown)
+    assert launched.processes() == []
+    assert launched.segments == []
