@@ -98,7 +98,9 @@ class RedisTrainer(RedisService):
         self._groups_lost = True
         if len(entries) < count:
             block = block_ms if block_ms > 0 and not entries else None
-            entries += stream_entries(await self._link.once(self._read(fence, count - len(entries), block)))
+            read = stream_entries(await self._link.once(self._read(fence, count - len(entries), block)))
+            # A Redis that came back without its last writes delivers anew what this trainer still holds.
+            entries += [entry for entry in read if entry[0] not in self._open]
         self._groups_lost = False
         return entries
 

@@ -210,6 +210,22 @@ async def test_foreign_entries_end_in_dead_and_the_trainer_goes_on(run: Run, raw
     assert await closed(run) == (1, 0, {"trained": 1})
 
 
+async def test_a_group_that_the_trainer_holds_is_not_delivered_anew_when_redis_forgets_its_delivery(
+    run: Run, raw: redis.Redis, run_id: str
+) -> None:
+    fence = await admitted(run, "a", "b")
+    first, second = await run.take("p0", 2, 0)
+    await run.publish("p0", first, make_group(first.task, 1, "p0"))
+    (held,) = await run.take_groups(fence, 1, 0)
+    raw.xgroup_setid(Keys(run_id).of("groups"), "trainer", "0")
+    assert await run.take_groups(fence, 1, 50) == []
+    await run.publish("p0", second, make_group(second.task, 1, "p0"))
+    (new,) = await run.take_groups(fence, 2, 50)
+    entries = [StepEntry(one.entry_id, one.group.task_id, "trained") for one in (held, new)]
+    await run.settle(fence, "train", entries)
+    assert await closed(run) == (2, 0, {"trained": 2})
+
+
 async def test_a_foreign_entry_among_the_orders_is_obeyed_by_nobody(run: Run, raw: redis.Redis, run_id: str) -> None:
     stream = Keys(run_id).of("orders")
     for fields in ({"nonsense": "1"}, {"kind": "scale", "count": "many"}, {"kind": "stop"}):
