@@ -30,6 +30,9 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.02, 1.0
 READ_MARGIN_S = 5.0
 """A reply may come this much later than the longest block."""
 
+_URL_PARTS = {"connection_class", "username", "password", "host", "port", "path", "db"}
+_TLS_PARAMETERS = {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
+
 _REFUSALS: tuple[tuple[type[exceptions.RedisError] | tuple[type[exceptions.RedisError], ...], str], ...] = (
     ((exceptions.AuthenticationError, exceptions.AuthorizationError), "refuses the user or the password of the URL"),
     (exceptions.NoPermissionError, "does not allow the user of the URL what headrace needs"),
@@ -41,15 +44,8 @@ class Connection:
     """One service's connections to one Redis. Opens them when they are needed."""
 
     def __init__(self, url: str, config: BrokerConfig) -> None:
-        """Raises ConfigError for a URL that is none."""
-        try:
-            parts: dict[str, Any] = dict(parse_url(url))
-        except ValueError:
-            # Without its cause, which quotes the URL: a password with an unescaped "/" or "#" is read as a port.
-            raise ConfigError(
-                "the Redis URL must look like redis://[user:password@]host[:port][/db], rediss://… or unix://path, "
-                "with special characters of a password percent-encoded"
-            ) from None
+        """Raises ConfigError for a URL that is none, or has parameters that headrace does not take."""
+        parts = _parts_of(url)
         self.place = str(parts.get("path") or f"{parts.get('host', 'localhost')}:{parts.get('port', 6379)}")
         """Host and port, for people."""
         self.block_ms = config.stream_block_ms
@@ -175,6 +171,25 @@ class Connection:
         if isinstance(failure, exceptions.ConnectionError):
             return f"Redis at {self.place} cannot be reached ({_cause(failure)})"
         return f"Redis at {self.place} answered: {text}"
+
+
+def _parts_of(url: str) -> dict[str, Any]:
+    """What the client reads from a URL, where a parameter wins over what the code sets (timeouts, protocol)."""
+    try:
+        parts = dict(parse_url(url))
+    except ValueError:
+        # Without its cause, which quotes the URL: a password with an unescaped "/" or "#" is read as a port.
+        raise ConfigError(
+            "the Redis URL must look like redis://[user:password@]host[:port][/db], rediss://… or unix://path, "
+            "with special characters of a password percent-encoded"
+        ) from None
+    known = _URL_PARTS | (_TLS_PARAMETERS if url.startswith("rediss:") else set())
+    if unknown := sorted(parts.keys() - known):
+        raise ConfigError(
+            f"the Redis URL has the parameter {unknown[0]!r}, which headrace does not take; leave it out "
+            f"(with rediss:// it takes {', '.join(sorted(_TLS_PARAMETERS))})"
+        )
+    return parts
 
 
 def _cause(error: Exception) -> str:

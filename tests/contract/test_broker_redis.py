@@ -77,6 +77,18 @@ def test_a_password_that_breaks_its_url_stands_in_no_traceback(url: str) -> None
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.parametrize("parameter", ["bogus=1", "protocol=3", "socket_timeout=1", "ssl_cert_reqs=none"])
+def test_a_parameter_that_would_break_the_connection_is_named(parameter: str) -> None:
+    name = parameter.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"parameter '{name}'"):
+        connect_runs(f"redis://:secret@localhost?{parameter}")
+
+
+async def test_parameters_of_tls_and_of_the_database_are_taken() -> None:
+    for url in ("rediss://localhost?ssl_cert_reqs=none&ssl_check_hostname=no", "redis://localhost?db=3"):
+        await connect_runs(url).close()
+
+
 def test_an_id_that_no_run_can_have(redis_url: str) -> None:
     with pytest.raises(Refused, match="run id"):
         connect_run(redis_url, "{hr:x}*")
