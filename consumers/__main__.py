@@ -21,7 +21,7 @@ async def start(service: Service, url: str, run_id: str, resume: bool) -> None:
     from consumers.loops import TrainerLoops
     from consumers.parts import build, take_run
     from consumers.progress import Progress
-    from headrace.config import Config
+    from headrace.config_sources import stored
     from headrace.telemetry.endpoint import Endpoint
     from headrace.telemetry.metrics import Metrics
     from headrace.telemetry.phases import Lane
@@ -29,7 +29,7 @@ async def start(service: Service, url: str, run_id: str, resume: bool) -> None:
 
     first = connect_run(url, run_id)
     try:
-        config = Config.model_validate((await first.record()).config)
+        config = stored((await first.record()).config)
     finally:
         await first.close()
     port = connect_run(url, run_id, config.broker)

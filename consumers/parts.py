@@ -19,6 +19,7 @@ from consumers.evaluation import Decode
 from consumers.ingest import SeenTasks
 from consumers.trainer import Trainer
 from headrace.config import Config
+from headrace.config_sources import stored
 from headrace.errors import Refused, ServiceError
 from headrace.policy.loading import layout_of, load_model, load_tokenizer, model_digests
 from headrace.policy.memory import keep_freed_memory
@@ -76,7 +77,7 @@ def build(record: RunRecord, fence: Fence, found: tuple[PolicyVersion, Path] | N
 
     Raises ModelError, ConfigError, CheckpointError, Refused when the model is not the run's.
     """
-    config = Config.model_validate(record.config)
+    config = stored(record.config)
     keep_freed_memory()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(config.trainer.threads)

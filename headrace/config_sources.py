@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, Refused
 
 PREFIX = "HEADRACE__"
 """`HEADRACE__TRAINER__LEARNING_RATE=3e-6` sets `trainer.learning_rate`."""
@@ -46,6 +46,17 @@ def resolve(file: Path | None, environ: Mapping[str, str], overrides: Iterable[s
         return Resolved(Config.model_validate(tree), origins)
     except ValidationError as error:
         raise ConfigError(_sentence(error, origins)) from None
+
+
+def stored(tree: Mapping[str, Any]) -> Config:
+    """The configuration that a run's record holds. Raises Refused for one that this release does not know."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise Refused(
+            f"the run was created by a release with another configuration: {_sentence(error, {})}; "
+            "start every service of a run with the same release"
+        ) from None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

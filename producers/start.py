@@ -17,6 +17,7 @@ from broker.api import Hello, Peer, ProducerPort, RunRecord
 from broker.connect import Run, connect_run
 from broker.messages import SCHEMA
 from headrace.config import Config
+from headrace.config_sources import stored
 from headrace.errors import ConfigError, Refused
 from headrace.service import Service
 from headrace.telemetry.endpoint import Endpoint
@@ -89,7 +90,7 @@ async def start(service: Service, settings: Settings) -> Producer:
     """
     async with AsyncExitStack() as stack:
         record = await _record(settings)
-        config = Config.model_validate(record.config)
+        config = stored(record.config)
         port = connect_run(settings.url, settings.run_id, config.broker)
         stack.push_async_callback(port.close)
         producer = await _assemble(service, settings, record, config, port, stack)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from broker.api import RunRecord
 from broker.connect import connect_run
-from headrace.config import Config
+from headrace.config_sources import stored
 from headrace.errors import ConfigError
 from headrace.service import Service, main
 from headrace.telemetry.endpoint import Endpoint
@@ -70,7 +70,7 @@ async def start(service: Service, settings: Settings) -> None:
         record = await asking.record()
     finally:
         await asking.close()
-    config = Config.model_validate(record.config)
+    config = stored(record.config)
     metrics = Metrics(settings.run_id, settings.name)
     port = connect_run(settings.url, settings.run_id, config.broker)
     journal = _journal(record, settings.name)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from headrace.config_sources import flatten, resolve
-from headrace.errors import ConfigError
+from headrace.config_sources import flatten, resolve, stored
+from headrace.errors import ConfigError, Refused
 
 
 def sentence(*overrides: str, environ: dict[str, str] | None = None, file: Path | None = None) -> str:
@@ -130,8 +130,14 @@ def test_any_key_is_known_or_refused(key: str, value: str) -> None:
 
 def test_the_stored_tree_gives_the_same_configuration() -> None:
     config = resolve(None, {}, ['environments=[{name="a", options={x=[1, 2]}}]', "sampling.stop=['x']"]).config
-    assert Config.model_validate(config.model_dump(mode="json")) == config
+    assert stored(config.model_dump(mode="json")) == config
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_stored_tree_of_another_release_is_one_sentence() -> None:
+    with pytest.raises(Refused, match=r"another configuration: run\.pace is not a known .* the same release") as caught:
+        stored({"run": {"pace": 3}})
+    assert "\n" not in str(caught.value)
 
 
 def test_flatten_gives_the_leaves() -> None:
