@@ -19,7 +19,7 @@ class Batch:
     """The version that the step produces."""
     deliveries: tuple[GroupDelivery, ...]
     lags: tuple[int, ...]
-    """Lag of each group when the batch was formed, in steps."""
+    """Lag of each group when the batch was formed, in steps; empty for a step that is made again."""
     verdicts: tuple[StepEntry, ...]
     """Groups judged otherwise since the batch before."""
 
@@ -60,12 +60,15 @@ class Batcher:
         """Groups that the next batch still lacks."""
         return max(0, self._size - len(self._ready))
 
-    def drop_stale(self, step: int) -> list[StepEntry]:
-        """Remove groups whose lag at `step` is over the bound; returns their verdicts, to be settled."""
+    def drop_stale(self, step: int, first: PolicyVersion) -> list[StepEntry]:
+        """Remove groups whose lag at `step` is over the bound; returns their verdicts, to be settled.
+
+        `first` is the first version of this trainer's incarnation.
+        """
         fresh: deque[GroupDelivery] = deque()
         stale: list[StepEntry] = []
         for delivery in self._ready:
-            lag = group_lag(delivery.group, step)
+            lag = group_lag(delivery.group, step, first)
             if lag > self._max_lag:
                 stale.append(entry(delivery, "stale", f"lag {lag}"))
             else:
@@ -74,11 +77,11 @@ class Batcher:
         self._verdicts += stale
         return stale
 
-    def form(self, step: int, incarnation: int) -> Batch | None:
+    def form(self, step: int, first: PolicyVersion) -> Batch | None:
         """The batch of the step after `step`, or None when groups are missing. Call `drop_stale` with it before."""
         if len(self._ready) < self._size:
             return None
         deliveries = tuple(self._ready.popleft() for _ in range(self._size))
-        lags = tuple(group_lag(delivery.group, step) for delivery in deliveries)
+        lags = tuple(group_lag(delivery.group, step, first) for delivery in deliveries)
         verdicts, self._verdicts = tuple(self._verdicts), []
-        return Batch(PolicyVersion(incarnation, step + 1), deliveries, lags, verdicts)
+        return Batch(PolicyVersion(first.incarnation, step + 1), deliveries, lags, verdicts)

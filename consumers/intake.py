@@ -73,10 +73,11 @@ class Intake:
 
     async def form(self) -> Batch | None:
         """The next batch, when its groups are here; what has become stale is settled first."""
-        await self._reject(self._batcher.drop_stale(self._books.formed))
-        batch = self._batcher.form(self._books.formed, self._books.incarnation)
+        books = self._books
+        await self._reject(self._batcher.drop_stale(books.formed, books.first))
+        batch = self._batcher.form(books.formed, books.first)
         if batch is not None:
-            self._books.took(batch)
+            books.took(batch)
         return batch
 
     def remember(self, batch: Batch) -> None:

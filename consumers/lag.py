@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from broker.messages import Group, Trajectory
+from broker.messages import Group
 from headrace.version import PolicyVersion
 
 
-def oldest_version(trajectory: Trajectory) -> PolicyVersion | None:
-    """The version of its oldest token that enters the loss; None when none does."""
-    used = [span.version for span in trajectory.spans if trajectory.loss_mask_T[span.start : span.end].any()]
-    return min(used, key=lambda version: version.step, default=None)
+def token_lag(version: PolicyVersion, step: int, first: PolicyVersion) -> int:
+    """Steps between `step`, at which a batch is formed, and the version that sampled a token.
 
-
-def group_lag(group: Group, step: int) -> int:
-    """Steps between `step`, at which its batch is formed, and the version of its oldest unmasked token.
-
-    0 when no token enters the loss.
+    `first` is the first version of the present incarnation. A token of an older one from beyond it is of a history
+    that was given up there: it is as far away as the way back to `first` and from there to `step`.
     """
-    versions = [oldest_version(trajectory) for trajectory in group.trajectories]
-    return max((step - version.step for version in versions if version is not None), default=0)
+    given_up = version.step - first.step if version.incarnation < first.incarnation else 0
+    return step - version.step + 2 * max(0, given_up)
+
+
+def group_lag(group: Group, step: int, first: PolicyVersion) -> int:
+    """The largest lag of its tokens that enter the loss; 0 when none does."""
+    used = (
+        span.version
+        for trajectory in group.trajectories
+        for span in trajectory.spans
+        if trajectory.loss_mask_T[span.start : span.end].any()
+    )
+    return max((token_lag(version, step, first) for version in used), default=0)
 
 
 def histogram(lags: Iterable[int]) -> dict[int, int]:

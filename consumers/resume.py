@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from broker.messages import GroupDelivery, StepEntry, StepRecord
 from consumers.batch import Batch
 from consumers.ingest import SeenTasks, entry
-from consumers.lag import group_lag
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,6 @@ def plan_replay(
         if fork:
             break
         groups = tuple(there.pop(entry_id) for entry_id in wanted)
-        batches.append(Batch(record.version, groups, tuple(group_lag(d.group, step) for d in groups), ()))
+        batches.append(Batch(record.version, groups, (), ()))
         step += 1
     return Replay(tuple(batches), tuple(settled), tuple(there.values()), fork)

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from broker.messages import Group, GroupDelivery, Trajectory, VersionSpan
 from consumers.batch import Batcher
 from consumers.ingest import SeenTasks, judge
 from consumers.lag import group_lag, histogram
 from headrace.version import PolicyVersion
+
+FIRST = PolicyVersion(1, 0)
 
 
 def trajectory(*steps: int, reward: float = 1.0, masked: tuple[int, ...] = ()) -> Trajectory:
@@ -33,12 +37,21 @@ def delivery(number: int, *steps: int) -> GroupDelivery:
 
 
 def test_lag_is_that_of_the_oldest_token_of_the_group() -> None:
-    assert group_lag(group(trajectory(7, 8), trajectory(5, 9)), 10) == 5
+    assert group_lag(group(trajectory(7, 8), trajectory(5, 9)), 10, FIRST) == 5
 
 
 def test_tokens_out_of_the_loss_do_not_count() -> None:
-    assert group_lag(group(trajectory(2, 8, masked=(0,))), 10) == 2
-    assert group_lag(group(trajectory(2, masked=(0,))), 10) == 0
+    assert group_lag(group(trajectory(2, 8, masked=(0,))), 10, FIRST) == 2
+    assert group_lag(group(trajectory(2, masked=(0,))), 10, FIRST) == 0
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+def test_a_token_of_a_history_that_was_given_up_is_as_far_as_the_way_there(fork: int, ahead: int, since: int) -> None:
+    """Sampled `ahead` steps beyond the fork by the trainer before, judged `since` steps after it."""
+    old = group(trajectory(fork + ahead))
+    assert group_lag(old, fork + since, PolicyVersion(2, fork)) == since + ahead
+    assert group_lag(group(trajectory(fork)), fork + since, PolicyVersion(2, fork)) == since, "before it nothing forked"
+    assert group_lag(old, fork + ahead + since, FIRST) == since, "this incarnation's own steps"
 
 
 def test_histogram_counts_groups() -> None:
@@ -79,20 +92,20 @@ def test_a_batch_is_whole_groups_in_order_of_arrival() -> None:
     for number in range(3):
         batcher.add(delivery(number, 5))
         assert batcher.missing() == max(0, 1 - number)
-    batch = batcher.form(7, incarnation=3)
+    batch = batcher.form(7, PolicyVersion(3, 5))
     assert batch is not None
     assert [d.group.task_id for d in batch.deliveries] == ["t0", "t1"]
     assert (batch.version, batch.lags, batch.nbytes) == (PolicyVersion(3, 8), (2, 2), 20)
-    assert batcher.form(8, incarnation=3) is None
+    assert batcher.form(8, PolicyVersion(3, 5)) is None
 
 
 def test_groups_over_the_bound_become_stale_and_stand_in_the_next_record() -> None:
     batcher = Batcher(groups_per_step=1, max_lag=2)
     batcher.add(delivery(0, 4, 9))
     batcher.add(delivery(1, 7))
-    stale = batcher.drop_stale(9)
+    stale = batcher.drop_stale(9, FIRST)
     assert [(e.entry_id, e.verdict, e.reason) for e in stale] == [("0-0", "stale", "lag 5")]
-    batch = batcher.form(9, incarnation=1)
+    batch = batcher.form(9, FIRST)
     assert batch is not None
     assert [(e.task_id, e.verdict) for e in batch.record.entries] == [("t1", "trained"), ("t0", "stale")]
-    assert batcher.drop_stale(9) == []
+    assert batcher.drop_stale(9, FIRST) == []
