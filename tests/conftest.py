@@ -15,6 +15,7 @@ from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA
 from headrace.config import BrokerConfig, Config
 from tests import support
+from tests.standins import Project
 from tests.support import RedisProcess
 from tests.tiny import save_tiny_llama
 
@@ -145,3 +146,14 @@ def wait_until() -> Callable[..., Coroutine[None, None, None]]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of the tiny Llama; tests do not change it."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    """A folder for local runs with stand-in services; no process of it is left."""
+    made = Project(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.communicate(timeout=30)
+    support.wait_here(lambda: made.processes() == [], "all processes are gone", 60)

@@ -1,0 +1,90 @@
+"""What a local run cannot be started with, or goes on without: each one sentence, and nothing left behind."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.standins import Project
+
+
+def test_a_producer_that_cannot_start_ends_the_run_with_its_log(project: Project) -> None:
+    (project.folder / "producers-fail").touch()
+    project.hold()
+    process = project.up()
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 7
+    assert "headrace: producer-1 exited with 1; it died 4 times in a row, before it had joined the run" in err
+    assert "Traceback: something broke" in err
+    assert project.processes() == []
+
+
+def test_a_model_or_environment_that_does_not_serve_starts_nothing(project: Project) -> None:
+    (project.folder / "broken.py").write_text("raise RuntimeError('not today')\n")
+    for arguments, code, sentence in (
+        (("--set", 'environments=[{name="broken.py:Mine"}]'), 2, "not today"),
+        (("--model", "producers"), 2, "has no config.json"),
+    ):
+        process = project.up(*arguments)
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == code
+        assert sentence in err
+        assert len(err.splitlines()) == 1
+        assert "Redis" not in out
+        assert not (project.folder / "runs").exists()
+
+
+def test_a_taken_port_is_one_sentence(project: Project) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = project.up("--set", f"telemetry.port={port - 1}")
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 7
+    assert err.startswith(f"headrace: port {port} on 127.0.0.1 is taken")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("redis://:secret-word@127.0.0.1:1/0", "Redis at 127.0.0.1:1 cannot be reached"),
+        ("http://secret-word", "the Redis URL must look like"),
+        ("memory:", "memory: is one process's own broker"),
+    ],
+)
+def test_a_redis_that_cannot_be_reached_is_one_sentence(url: str, sentence: str, project: Project) -> None:
+    process = project.up("--set", "broker.connect_timeout_s=0.5", HEADRACE_REDIS_URL=url)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode in (2, 3)
+    assert sentence in err
+    assert "secret-word" not in out + err
+    assert not (project.folder / "runs").exists()
+    assert len(err.splitlines()) == 1
+    assert project.processes() == []
+
+
+def test_two_runs_share_one_redis(project: Project, tmp_path: Path) -> None:
+    from deploy.redis_server import RedisServer
+
+    server = RedisServer(tmp_path / "shared", tmp_path / "shared.log")
+    try:
+        server.start()
+        wrong = server.url.replace("redis://:", "redis://:wrong")
+        refused = project.up(HEADRACE_REDIS_URL=wrong)
+        _, err = refused.communicate(timeout=100)
+        assert refused.returncode == 3
+        assert "refuses the user or the password" in err
+        assert len(err.splitlines()) == 1
+        for run in ("one", "two"):
+            process = project.up("--run", run, HEADRACE_REDIS_URL=server.url)
+            _, err = process.communicate(timeout=100)
+            assert (err, process.returncode) == ("", 0)
+        environ = {"HEADRACE_REDIS_URL": server.url}
+        assert "holds 2 runs; name one with --run" in project.headrace("status", **environ).stderr
+        assert "run one: finished, step 4" in project.headrace("status", "--run", "one", **environ).stdout
+        assert "keys and" in project.headrace("runs", "delete", "one", **environ).stdout
+        assert "run two: finished, step 4" in project.headrace("status", **environ).stdout
+    finally:
+        server.stop()
