@@ -26,7 +26,7 @@ class RunConfig(Section):
     """The run's own folder is `<folder>/<run id>`."""
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; a resumed run may have more."""
 
 
 class ModelConfig(Section):
@@ -70,7 +70,7 @@ class ProducerConfig(Section):
     threads: int = Field(1, ge=1)
     """CPU threads of the engine."""
     reward_deadline_s: float = Field(10.0, gt=0)
-    """A reward call that takes longer fails its rollout."""
+    """A reward call, or one step of an environment, that takes longer fails its rollout."""
     reward_workers: int = Field(1, ge=1, le=64)
     """Worker processes that score beside decoding."""
     min_group_size: int = Field(2, ge=1)
@@ -119,7 +119,7 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation before the first and after the last step; `samples` 0 turns it off."""
+    """Held-out evaluation before the first and after the last step; `prompts` 0 turns it off."""
 
     environment: str = ""
     """Name of the environment to evaluate on; empty is the first of `environments`."""
