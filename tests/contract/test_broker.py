@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.conftest import BROKER, Services
 from tests.support import make_group, make_task, wait_until
 
 LEASE_S = 30.0
+Waits = Callable[[], Awaitable[bool]]
 
 
 async def beat(run: Run, name: str, lease_s: float = LEASE_S) -> None:
@@ -90,36 +92,28 @@ async def test_depths_follow_the_tasks(service: Services) -> None:
     assert (depths.tasks_waiting, depths.tasks_held, depths.groups_waiting, depths.groups_held) == (1, 1, 1, 1)
 
 
-async def test_a_waiting_producer_is_woken_by_admission(service: Services) -> None:
-    trainer, producer = service(), service()
+async def test_a_waiting_producer_is_woken_by_admission(service: Services, patient: Run, somebody_waits: Waits) -> None:
+    trainer = service()
     fence = await trainer.take_fence(0)
-    await beat(producer, "p0")
-
-    async def take() -> list[str]:
-        while not (taken := await producer.take("p0", 1, 500)):
-            pass
-        return [delivery.task.task_id for delivery in taken]
-
-    waiting = asyncio.create_task(take())
+    await beat(patient, "p0")
+    waiting = asyncio.create_task(patient.take("p0", 1, 60_000))
+    await wait_until(somebody_waits, "the producer waits")
     await trainer.admit(fence, [make_task("a")])
-    assert await asyncio.wait_for(waiting, 20) == ["a"]
+    (delivery,) = await asyncio.wait_for(waiting, 20)
+    assert delivery.task.task_id == "a"
 
 
-async def test_a_waiting_trainer_is_woken_by_a_group(service: Services) -> None:
-    trainer, producer = service(), service()
-    fence = await trainer.take_fence(0)
-    await trainer.admit(fence, [make_task("a")])
+async def test_a_waiting_trainer_is_woken_by_a_group(service: Services, patient: Run, somebody_waits: Waits) -> None:
+    producer = service()
+    fence = await patient.take_fence(0)
+    await patient.admit(fence, [make_task("a")])
     await beat(producer, "p0")
     (delivery,) = await producer.take("p0", 1, 0)
-
-    async def take() -> str:
-        while not (taken := await trainer.take_groups(fence, 1, 500)):
-            pass
-        return taken[0].group.task_id
-
-    waiting = asyncio.create_task(take())
+    waiting = asyncio.create_task(patient.take_groups(fence, 1, 60_000))
+    await wait_until(somebody_waits, "the trainer waits")
     await producer.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
-    assert await asyncio.wait_for(waiting, 20) == "a"
+    (arrived,) = await asyncio.wait_for(waiting, 20)
+    assert arrived.group.task_id == "a"
 
 
 async def test_publishing_twice_is_publishing_once(service: Services) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -15,17 +16,19 @@ from tests.conftest import BROKER, Services
 from tests.support import make_task, wait_until
 
 LEASE_S = 30.0
+Waits = Callable[[], Awaitable[bool]]
 
 
 async def beat(run: Run, name: str, lease_s: float = LEASE_S) -> None:
     await run.heartbeat(Peer(name, "producer", "host", 1, True, {"busy": 3}), lease_s)
 
 
-async def test_the_head_moves_forward_only_and_wakes(service: Services) -> None:
+async def test_the_head_moves_forward_only_and_wakes(service: Services, patient: Run, somebody_waits: Waits) -> None:
     trainer, reader = service(), service()
     fence = await trainer.take_fence(0)
     assert await reader.wait_head(None, 0) is None
-    waiting = asyncio.create_task(_head_after(reader, None))
+    waiting = asyncio.create_task(patient.wait_head(None, 60_000))
+    await wait_until(somebody_waits, "the reader waits")
     await trainer.publish_head(fence, PolicyVersion(1, 9), b"nine")
     assert await asyncio.wait_for(waiting, 20) == PolicyVersion(1, 9)
     await trainer.publish_head(fence, PolicyVersion(1, 10), b"ten")
@@ -36,13 +39,6 @@ async def test_the_head_moves_forward_only_and_wakes(service: Services) -> None:
     assert await reader.manifest(PolicyVersion(1, 8)) == b"eight"
     await reader.forget(PolicyVersion(1, 8))
     assert await reader.manifest(PolicyVersion(1, 8)) is None
-
-
-async def _head_after(run: Run, after: PolicyVersion | None) -> PolicyVersion:
-    while (head := await run.wait_head(after, 500)) == after:
-        pass
-    assert head is not None
-    return head
 
 
 async def test_version_leases_end(service: Services) -> None:
