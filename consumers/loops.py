@@ -178,7 +178,7 @@ class TrainerLoops:
             self._intake.remember(batch)
             self._books.took(batch)
             result = await self._train(batch)
-            self._progress.event("replayed", step=batch.version.step, loss=result.loss)
+            self._progress.replayed(batch, result, await self._port.peers())
         if replay.fork:
             self._progress.event("forked", step=self._books.formed, reason=replay.fork)
             log.warning("the step log is followed to step %d only: %s", self._books.formed, replay.fork)

@@ -32,6 +32,8 @@ class Progress:
         """Raises ServiceError when the folder cannot be written."""
         self._steps = Journal(folder / "steps.jsonl")
         self._events = Journal(folder / "trainer.jsonl")
+        self._newest = int(self._steps.last.get("step", 0))
+        """The step of the last line, perhaps an earlier trainer's."""
         self._summary = folder / "summary.json"
         self._lane = lane
         self._metrics = metrics
@@ -64,6 +66,7 @@ class Progress:
         now, seconds = time.perf_counter(), self._lane.seconds()
         wall, idle = now - self._at, idle_fraction(seconds, self._seconds)
         self._at, self._seconds = now, seconds
+        self._newest = batch.version.step
         self._last = seconds, producer_phases(peers)
         producers = [peer.state for peer in peers if peer.role == "producer" and peer.alive]
         waits = [float(state["idle"]) for state in producers if "idle" in state]
@@ -96,6 +99,12 @@ class Progress:
             seconds=round(wall, 3),
         )
         self._measure(batch, result, wall)
+
+    def replayed(self, batch: Batch, result: StepResult, peers: list[Peer]) -> None:
+        """A step that an earlier trainer logged was made again. It gets its line, where that one died before it."""
+        self.event("replayed", step=batch.version.step, loss=result.loss)
+        if batch.version.step > self._newest:
+            self.step(batch, result, peers)
 
     def summarize(
         self,

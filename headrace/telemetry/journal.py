@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ServiceError
+
+_LONGEST_LINE = 1 << 20
+"""Bytes at the end of a file within which the beginning of its last line is looked for."""
 
 
 class Journal:
@@ -21,7 +25,9 @@ class Journal:
         """Raises ServiceError when the folder cannot be written."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = file.open("ab", buffering=0)
+            self._stream = file.open("a+b", buffering=0)
+            self.last = self._mend()
+            """The last line that was there at opening, as an object; empty when there was none."""
         except OSError as error:
             raise ServiceError(f"journal {file} cannot be written: {error.strerror}") from error
 
@@ -38,6 +44,23 @@ class Journal:
 
     def close(self) -> None:
         self._stream.close()
+
+    def _mend(self) -> dict[str, Any]:
+        """Take away what a full disk or a crash left of a line, so that the next one begins at its beginning."""
+        size = self._stream.seek(0, os.SEEK_END)
+        if not size:
+            return {}
+        self._stream.seek(max(0, size - _LONGEST_LINE))
+        # A file's single read is whole but for a signal, and then only shorter lines are found.
+        tail = self._stream.read(_LONGEST_LINE)
+        whole = tail[: tail.rfind(b"\n") + 1]
+        if len(whole) < len(tail):
+            self._stream.truncate(size - len(tail) + len(whole))
+        try:
+            last = json.loads(whole.splitlines()[-1]) if whole else {}
+        except ValueError:
+            last = {}
+        return last if isinstance(last, dict) else {}
 
 
 def _not_finite(value: Any) -> bool:

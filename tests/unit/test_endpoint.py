@@ -75,6 +75,28 @@ def test_a_disk_that_takes_only_a_part_of_a_line_is_full(tmp_path: Path) -> None
     journal.close()
 
 
+@pytest.mark.parametrize(
+    ("before", "kept", "last"),
+    [
+        (b"", b"", {}),
+        (b'{"event": "a"}\n', b'{"event": "a"}\n', {"event": "a"}),
+        (b'{"event": "a"}\n{"eve', b'{"event": "a"}\n', {"event": "a"}),
+        (b'{"eve', b"", {}),
+        (b"\0\xff\n", b"\0\xff\n", {}),
+        (b"7\n", b"7\n", {}),
+    ],
+)
+def test_a_line_that_was_never_finished_is_taken_away(before: bytes, kept: bytes, last: object, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(before)
+    journal = Journal(file)
+    assert journal.last == last
+    journal.write("b")
+    journal.close()
+    assert file.read_bytes().startswith(kept)
+    assert [json.loads(line)["event"] for line in file.read_bytes()[len(kept) :].splitlines()] == ["b"]
+
+
 def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")

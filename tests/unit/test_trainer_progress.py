@@ -168,6 +168,28 @@ def test_producers_that_say_only_how_idle_they_are(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "steps.jsonl").read_text())["accuracy"] is None
 
 
+def test_a_step_whose_trainer_died_before_its_line_gets_it_when_it_is_made_again(tmp_path: Path) -> None:
+    def batch(incarnation: int, step: int) -> Batch:
+        delivery = GroupDelivery("1-0", 7, group(1, 1, kind="train"))
+        return Batch(PolicyVersion(incarnation, step), (delivery,), (0,), ())
+
+    first = Progress(tmp_path, Lane("trainer", "load"), Metrics("r", "trainer"))
+    first.step(batch(1, 1), result(), [])
+    first.step(batch(1, 2), result(), [])
+    first.close()
+    with (tmp_path / "steps.jsonl").open("a") as stream:
+        stream.write('{"time": 1.0, "event": "st')
+    second = Progress(tmp_path, Lane("trainer", "load"), Metrics("r", "trainer"))
+    for step in (2, 3):
+        second.replayed(batch(1, step), result(), [])
+    second.step(batch(2, 4), result(), [])
+    second.close()
+    lines = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines] == ["1.1", "1.2", "1.3", "2.4"]
+    again = [json.loads(text)["step"] for text in (tmp_path / "trainer.jsonl").read_text().splitlines()]
+    assert again == [2, 3]
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ServiceError, match="cannot be written"):
