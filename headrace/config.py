@@ -8,11 +8,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+# Every number has an upper bound: what is larger overflows a clock, a wire integer or the memory long after the start.
+WEEK_S = 7 * 86_400.0
+LARGEST_COUNT = 1_000_000_000
+LARGEST_SIZE = 1 << 24
+"""Of a context or a vocabulary, in tokens."""
+LARGEST_FACTOR = 1e12
+Threads = Annotated[int, Field(ge=1, le=1024)]
+
+LONGEST_NAME, LONGEST_PATH = 255, 3072
+"""Bytes of one part of a path and of a whole one on Linux, with room for what is put below it."""
+
+
+def _possible_path(text: str) -> str:
+    """Refuse what no file system takes, or what cannot be told from "not there"."""
+    if "\0" in text:
+        raise ValueError("must not contain a null character")
+    size = len(text.encode())
+    longest = max(len(part.encode()) for part in text.split("/"))
+    if size > LONGEST_PATH or longest > LONGEST_NAME:
+        raise ValueError(f"is too long for a path: {size} bytes, the longest part {longest}")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_possible_path)]
+"""A path, a hub id, or a `path:object` reference."""
 
 
 class Section(BaseModel):
@@ -22,15 +48,15 @@ class Section(BaseModel):
 class RunConfig(Section):
     """What the run is called, how long it goes and where it writes."""
 
-    folder: str = "runs"
+    folder: PathText = "runs"
     """The run's own folder is `<folder>/<run id>`."""
-    seed: int = Field(0, ge=0)
-    steps: int = Field(100, ge=1)
+    seed: int = Field(0, ge=0, lt=1 << 63)
+    steps: int = Field(100, ge=1, le=LARGEST_COUNT)
     """Optimizer steps of the whole run; a resumed run may have more."""
 
 
 class ModelConfig(Section):
-    path: str = "smollm2"
+    path: PathText = "smollm2"
     """A local folder or hub id of a Hugging Face causal LM; "smollm2" is the small model that set-up prepares."""
     dtype: Dtype = "auto"
     """What the engine computes in; "auto" is decided by a short measurement on CPU, and is bfloat16 on a GPU."""
@@ -38,25 +64,25 @@ class ModelConfig(Section):
     """What weight versions are published in."""
     device: str = "auto"
     """"auto" is the first GPU where there is one, else the CPU."""
-    context_length: int = Field(512, ge=8)
+    context_length: int = Field(512, ge=8, le=LARGEST_SIZE)
     """Prompt and completion together, in tokens."""
 
 
 class EnvironmentConfig(Section):
-    name: str
+    name: PathText
     """"arithmetic", "reasoning_gym", or your own as `package.module:object` or `path/to/file.py:object`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor as keywords."""
-    reward: str = ""
+    reward: PathText = ""
     """A reward by name; empty is the environment's own."""
 
 
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0)
-    max_new_tokens: int = Field(64, ge=1)
-    stop: tuple[str, ...] = ()
+    top_k: int = Field(0, ge=0, le=LARGEST_SIZE)
+    max_new_tokens: int = Field(64, ge=1, le=LARGEST_SIZE)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
 
 class ProducerConfig(Section):
@@ -67,38 +93,38 @@ class ProducerConfig(Section):
     engine_options: dict[str, Any] = Field(default_factory=dict)
     slots: int = Field(32, ge=1, le=4096)
     """Sequences decoded together."""
-    threads: int = Field(1, ge=1)
+    threads: Threads = 1
     """CPU threads of the engine."""
-    reward_deadline_s: float = Field(10.0, gt=0)
+    reward_deadline_s: float = Field(10.0, gt=0, le=WEEK_S)
     """A reward call, or one step of an environment, that takes longer fails its rollout."""
     reward_workers: int = Field(1, ge=1, le=64)
     """Worker processes that score beside decoding."""
-    min_group_size: int = Field(2, ge=1)
+    min_group_size: int = Field(2, ge=1, le=4096)
     """A group with at least this many good rollouts is published without its failed members."""
-    lease_s: float = Field(10.0, gt=0.5)
+    lease_s: float = Field(10.0, gt=0.5, le=WEEK_S)
     """A producer silent for this long is dead, and its tasks are taken over."""
-    drain_s: float = Field(30.0, ge=0)
+    drain_s: float = Field(30.0, ge=0, le=WEEK_S)
     """A producer told to leave finishes what it plays for at most this long."""
 
 
 class TrainerConfig(Section):
-    groups_per_step: int = Field(8, ge=1)
-    group_size: int = Field(8, ge=1)
+    groups_per_step: int = Field(8, ge=1, le=4096)
+    group_size: int = Field(8, ge=1, le=4096)
     advantage: str = "grpo"
     loss: str = "grpo"
     learning_rate: float = Field(1e-5, gt=0, lt=1)
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=LARGEST_COUNT)
+    weight_decay: float = Field(0.0, ge=0, le=LARGEST_FACTOR)
     adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: float = Field(1.0, gt=0, le=LARGEST_FACTOR)
     clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.2, ge=0)
-    importance_cap: float = Field(2.0, gt=0)
+    clip_high: float = Field(0.2, ge=0, le=LARGEST_FACTOR)
+    importance_cap: float = Field(2.0, gt=0, le=LARGEST_FACTOR)
     """Truncation of the importance ratio between trainer and behaviour policy."""
-    token_budget: int = Field(2048, ge=16)
+    token_budget: int = Field(2048, ge=16, le=LARGEST_COUNT)
     """Tokens of one microbatch, shared prompts counted once."""
     autocast: Literal["auto", "bfloat16", "off"] = "auto"
-    threads: int = Field(1, ge=1)
+    threads: Threads = 1
 
 
 class StalenessConfig(Section):
@@ -107,15 +133,15 @@ class StalenessConfig(Section):
 
 
 class WeightsConfig(Section):
-    max_live_versions: int = Field(3, ge=2)
+    max_live_versions: int = Field(3, ge=2, le=1024)
     """Shared-memory segments that the publisher keeps at most."""
-    lease_s: float = Field(10.0, gt=0.5)
+    lease_s: float = Field(10.0, gt=0.5, le=WEEK_S)
 
 
 class CheckpointConfig(Section):
-    every: int = Field(10, ge=1)
+    every: int = Field(10, ge=1, le=LARGEST_COUNT)
     """Optimizer steps between checkpoints."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, le=LARGEST_COUNT)
 
 
 class EvaluationConfig(Section):
@@ -123,18 +149,18 @@ class EvaluationConfig(Section):
 
     environment: str = ""
     """Name of the environment to evaluate on; empty is the first of `environments`."""
-    prompts: int = Field(0, ge=0)
-    samples_per_prompt: int = Field(20, ge=1)
+    prompts: int = Field(0, ge=0, le=1_000_000)
+    samples_per_prompt: int = Field(20, ge=1, le=4096)
 
 
 class BrokerConfig(Section):
-    stream_block_ms: int = Field(2000, ge=10)
+    stream_block_ms: int = Field(2000, ge=10, le=60_000)
     """Longest single wait on a stream."""
-    connect_timeout_s: float = Field(10.0, gt=0)
+    connect_timeout_s: float = Field(10.0, gt=0, le=WEEK_S)
     """How long a service waits for Redis before it gives up with a sentence."""
-    task_deadline_s: float = Field(600.0, gt=0)
+    task_deadline_s: float = Field(600.0, gt=0, le=WEEK_S)
     """A task that is not finished after this long fails."""
-    max_deliveries: int = Field(4, ge=1)
+    max_deliveries: int = Field(4, ge=1, le=1000)
     """A task delivered more often is dead."""
 
 

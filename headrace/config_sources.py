@@ -17,6 +17,8 @@ from headrace.errors import ConfigError, Refused
 PREFIX = "HEADRACE__"
 """`HEADRACE__TRAINER__LEARNING_RATE=3e-6` sets `trainer.learning_rate`."""
 
+_LONGEST_QUOTE = 200
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -36,8 +38,10 @@ def resolve(file: Path | None, environ: Mapping[str, str], overrides: Iterable[s
         _put(tree, origins, key, value, str(file))
     for name, text in sorted(environ.items()):
         if name.startswith(PREFIX):
-            _put(tree, origins, name[len(PREFIX) :].lower().replace("__", "."), _scalar(text), f"${name}")
+            key = name[len(PREFIX) :].lower().replace("__", ".")
+            _put(tree, origins, key, _scalar(_readable(text, f"${name}")), f"${name}")
     for item in overrides:
+        _readable(item, "--set")
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {item!r} is not of the form key=value, as in trainer.learning_rate=1e-5")
@@ -78,6 +82,13 @@ def _file_items(file: Path) -> Iterator[tuple[str, Any]]:
     yield from flatten(tree)
 
 
+def _readable(text: str, where: str) -> str:
+    """The text itself. Raises ConfigError for one that was given in bytes that are not UTF-8."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"{where} {_shown(text)} is not UTF-8; give it in UTF-8")
+    return text
+
+
 def _scalar(text: str) -> Any:
     """A value as TOML would read it; anything that is not TOML is a plain string."""
     try:
@@ -112,7 +123,13 @@ def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
     where = f" (from {origin})" if origin else ""
     if first["type"] == "extra_forbidden":
         return f"{key}{where} is not a known configuration key; `headrace config` lists all keys"
-    if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ")
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{key} = {first['input']!r}{where}: {message}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and not key:
+        return message
+    return f"{key} = {_shown(first['input'])}{where}: {message[0].lower()}{message[1:]}"
+
+
+def _shown(value: object) -> str:
+    """A value as it is quoted in a sentence; a long one without its middle."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE // 2]}…{text[-_LONGEST_QUOTE // 2 :]}"

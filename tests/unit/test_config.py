@@ -59,6 +59,15 @@ def test_the_redis_url_is_no_configuration_key() -> None:
         ("=3", "not of the form key=value"),
         ("telemetry.port=70000", "telemetry.port = 70000"),
         (
+            "run.seed=9999999999999999999999",
+            "run.seed = 9999999999999999999999 (from command line): input should be less",
+        ),
+        ("producer.lease_s=1e300", "producer.lease_s = 1e+300 (from command line): input should be less than or equal"),
+        ("sampling.stop=['']", "sampling.stop.0 = '' (from command line): string should have at least 1 character"),
+        ('model.path="a\\u0000b"', "model.path = 'a\\x00b' (from command line): must not contain a null character"),
+        (f"run.folder={'x' * 5000}", "(from command line): is too long for a path: 5000 bytes, the longest part 5000"),
+        ("model.path=\udcff", "--set 'model.path=\\udcff' is not UTF-8"),
+        (
             "trainer.adam_betas=[0.9, 1.0]",
             "trainer.adam_betas.1 = 1.0 (from command line): input should be less than 1",
         ),
@@ -68,6 +77,16 @@ def test_a_refusal_names_key_value_and_origin(override: str, expected: str) -> N
     text = sentence(override)
     assert expected in text
     assert "\n" not in text
+    assert len(text) < 400
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    """Without one, some value overflows a clock or the wire in a service that has started already."""
+    schema = Config.model_json_schema()
+    for name, section in schema["$defs"].items():
+        for key, field in section["properties"].items():
+            if field.get("type") in ("integer", "number"):
+                assert "maximum" in field or "exclusiveMaximum" in field, f"{name}.{key}"
 
 
 def test_a_value_below_a_value_is_refused() -> None:
