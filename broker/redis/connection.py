@@ -57,7 +57,8 @@ class Connection:
             timeout=config.connect_timeout_s,
             socket_timeout=config.stream_block_ms / 1000 + READ_MARGIN_S,
             socket_connect_timeout=config.connect_timeout_s,
-            socket_keepalive=True,
+            # A path is a socket of this machine, which needs no probes and takes no option for them.
+            **({} if "path" in parts else {"socket_keepalive": True}),
             # Large enough that a group comes in few reads.
             socket_read_size=1 << 18,
             # Retries are decided in `call`, where they are bounded and said.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import traceback
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
@@ -68,6 +69,19 @@ async def test_a_wrong_password_is_said_at_once(redis_server: RedisProcess) -> N
 def test_a_url_that_is_none() -> None:
     with pytest.raises(ConfigError, match="redis://"):
         connect_runs("http://:secret@localhost")
+
+
+async def test_a_socket_of_this_machine(redis_process: Callable[..., RedisProcess]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        server = redis_process("--unixsocket", f"{folder}/redis")
+        runs = connect_runs(f"unix://:{PASSWORD}@{folder}/redis", CONFIG)
+        await runs.ping()
+        await runs.close()
+        server.kill()
+        runs = connect_runs(f"unix://:{PASSWORD}@{folder}/redis", HASTY)
+        with pytest.raises(BrokerUnavailable, match=f"Redis at {folder}/redis cannot be reached"):
+            await runs.ping()
+        await runs.close()
 
 
 @pytest.mark.parametrize("url", ["redis://someone:hunter2/x@host:6379", "redis://someone:hunter2#x@host:6379"])
