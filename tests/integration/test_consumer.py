@@ -10,14 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from broker.api import Hello, RunRecord
 from broker.connect import Run, connect_run, connect_runs
@@ -27,31 +26,18 @@ from headrace.errors import CheckpointError, Fenced, Refused, ServiceError
 from headrace.policy.loading import model_digests
 from headrace.version import PolicyVersion
 from tests.support import wait_until as wait_until_within
+from tests.tiny import VOCABULARY
 
-VOCABULARY = 64
 PATIENCE_S = 100.0
 """A trainer imports torch and transformers first, on a machine that other tests share."""
 pytestmark = pytest.mark.timeout(240)
 BROKER = BrokerConfig(stream_block_ms=200, connect_timeout_s=5.0)
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes)).save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCABULARY - 1)} | {"<end>": VOCABULARY - 1}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
-    return folder
-
-
-def config(model_folder: Path, **sections: dict[str, Any]) -> Config:
+def config(tiny_model: Path, **sections: dict[str, Any]) -> Config:
     tree: dict[str, Any] = {
         "run": {"steps": 6},
-        "model": {"path": str(model_folder)},
+        "model": {"path": str(tiny_model)},
         "sampling": {"max_new_tokens": 8},
         "trainer": {"groups_per_step": 2, "group_size": 3, "autocast": "off", "learning_rate": 1e-3},
         "staleness": {"max_lag": 2},
@@ -111,10 +97,10 @@ class Player:
         return Group(**common, trajectories=members)
 
     def _trajectory(self, rng: np.random.Generator, version: PolicyVersion) -> Trajectory:
-        tokens = rng.integers(0, VOCABULARY, 10).astype(np.int32)
+        tokens = rng.integers(0, 64, 10).astype(np.int32)
         tokens[:4] = 7
         mask = np.arange(10) >= 4
-        logprobs = np.where(mask, -4.2, 0).astype(np.float32)
+        logprobs = np.where(mask, -5.55, 0).astype(np.float32)
         reward = float(tokens[-1] % 2)
         return Trajectory(tokens, logprobs, mask, (VersionSpan(4, 10, version),), reward, "stop")
 
@@ -157,7 +143,7 @@ Begin = Callable[..., Any]
 
 @pytest.fixture
 async def begin(
-    redis_url: str, run_id: str, model_folder: Path, tmp_path: Path, no_key_left: None
+    redis_url: str, run_id: str, tiny_model: Path, tmp_path: Path, no_key_left: None
 ) -> AsyncIterator[Begin]:
     """Creates the run and a player: `port, player, folder = await begin(trainer={…})`."""
     runs = connect_runs(redis_url, BROKER)
@@ -168,8 +154,8 @@ async def begin(
         record = RunRecord(
             run_id,
             SCHEMA,
-            config(model_folder, **sections).model_dump(mode="json"),
-            model_digests(model_folder),
+            config(tiny_model, **sections).model_dump(mode="json"),
+            model_digests(tiny_model),
             VOCABULARY,
             int(time.time() * 1000),
             str(tmp_path / "run"),
@@ -218,7 +204,7 @@ async def test_a_run_from_its_first_version_to_its_summary(begin: Begin, trainer
     assert summary["balance"]["train"]["verdicts"] == {"trained": 12}
     assert summary["balance"]["eval"]["verdicts"] == {"evaluated": 6}
     assert all(sheet["closed"] and sheet["outstanding"] == 0 for sheet in summary["balance"].values())
-    assert summary["examples"][0]["prompt"] == "w7 w7 w7 w7"
+    assert summary["examples"][0]["prompt"] == "(((("
     assert 0 <= summary["idle_wait"]["trainer"] <= 1
     assert sum(summary["seconds"]["trainer"].values()) <= summary["wall_s"]
 
@@ -274,6 +260,28 @@ async def test_a_run_that_was_trained_before_needs_resume(begin: Begin, trainers
     again = trainers.start()
     assert "has been trained before; --resume goes on with it" in await trainers.end(again)
     assert again.returncode == ServiceError.exit_code
+
+
+async def test_a_finished_run_goes_on_with_more_steps(begin: Begin, trainers: Trainers, redis_url: str) -> None:
+    port, _player, folder = await begin(run={"steps": 2})
+    stderr = await trainers.end(trainers.start())
+    before = json.loads((folder / "summary.json").read_text())
+    assert before["steps"] == 2, stderr
+    record, runs = await port.record(), connect_runs(redis_url, BROKER)
+    await runs.amend(replace(record, config={**record.config, "run": {**record.config["run"], "steps": 4}}))
+    await runs.close()
+    stderr = await trainers.end(trainers.start("--resume"))
+    assert [(line["step"], line["version"]) for line in lines(folder)] == [
+        (1, "1.1"),
+        (2, "1.2"),
+        (3, "2.3"),
+        (4, "2.4"),
+    ], stderr
+    after = json.loads((folder / "summary.json").read_text())
+    assert (after["steps"], after["accuracy_before"]) == (4, before["accuracy_before"])
+    assert after["balance"]["train"]["verdicts"] == {"trained": 8}
+    assert after["balance"]["train"]["outstanding"] == 0
+    assert (await port.state()).status == "finished"
 
 
 async def test_told_to_leave_it_writes_a_checkpoint_and_the_run_goes_on_later(begin: Begin, trainers: Trainers) -> None:

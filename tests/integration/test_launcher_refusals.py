@@ -1,5 +1,6 @@
 """What a local run cannot be started with, or goes on without: each one sentence, and nothing left behind."""
 
+import re
 import socket
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def test_a_taken_port_is_one_sentence(project: Project) -> None:
         process = project.up("--set", f"telemetry.port={port - 1}")
         _, err = process.communicate(timeout=100)
     assert process.returncode == 7
-    assert err.startswith(f"headrace: port {port} on 127.0.0.1 is taken")
+    # Somebody else on this machine may hold the one before it.
+    assert re.match(f"headrace: port ({port}|{port - 1}) on 127.0.0.1 is taken", err)
     assert len(err.splitlines()) == 1
 
 
