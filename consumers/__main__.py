@@ -18,20 +18,23 @@ DRAIN_S = 120.0
 async def start(service: Service, url: str, run_id: str, resume: bool) -> None:
     """Become the run's trainer and add its loops. Raises HeadraceError when it cannot."""
     from broker.connect import connect_run
-    from consumers.loops import TrainerLoops
-    from consumers.parts import build, take_run
-    from consumers.progress import Progress
     from headrace.config_sources import stored
-    from headrace.telemetry.endpoint import Endpoint
-    from headrace.telemetry.metrics import Metrics
-    from headrace.telemetry.phases import Lane
-    from weightsync.publisher import Publisher
 
     first = connect_run(url, run_id)
     try:
         config = stored((await first.record()).config)
     finally:
         await first.close()
+
+    # These load torch, which a run that is not there need not wait for.
+    from consumers.loops import TrainerLoops
+    from consumers.parts import build, take_run
+    from consumers.progress import Progress
+    from headrace.telemetry.endpoint import Endpoint
+    from headrace.telemetry.metrics import Metrics
+    from headrace.telemetry.phases import Lane
+    from weightsync.publisher import Publisher
+
     port = connect_run(url, run_id, config.broker)
     record, fence, found = await take_run(port, resume)
     lane, metrics = Lane("trainer", "load"), Metrics(run_id, service.name)
