@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.config import Config
 from headrace.errors import ConfigError, EngineError
@@ -19,6 +17,7 @@ from headrace.version import PolicyVersion
 from producers.engines.api import Completion, Engine, Request, SamplingParams
 from producers.engines.registry import build_engine
 from producers.engines.torch_engine import TorchEngine
+from tests.tiny import tiny_llama
 from weightsync.manifest import Layout
 
 FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
@@ -39,24 +38,8 @@ def scripted(folder: Path) -> Engine:
 
 
 def embedded(folder: Path) -> Engine:
-    tiny_llama(folder)
+    tiny_llama(vocab_size=VOCABULARY, initializer_range=0.2).save_pretrained(folder)
     return TorchEngine(folder, slots=SLOTS, context_length=64, dtype="float32", device="cpu", seed=5)
-
-
-def tiny_llama(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 ENGINES: dict[str, Callable[[Path], Engine]] = {"scripted": scripted, "torch": embedded}

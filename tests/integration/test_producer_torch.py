@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from broker.api import RunRecord
 from broker.connect import connect_run, connect_runs
@@ -22,48 +21,26 @@ from headrace.service import Service
 from headrace.version import PolicyVersion
 from producers.start import Settings, start
 from tests.support import FAR_FUTURE_MS, wait_until
+from tests.tiny import VOCABULARY
 from weightsync.manifest import Layout
 from weightsync.publisher import Publisher
 
 torch.set_num_threads(1)
 
-CHATML = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
 BROKER = BrokerConfig(stream_block_ms=200, connect_timeout_s=5.0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=258, num_key_value_heads=2, **shape)).save_pretrained(folder)
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|start|>", special=True), AddedToken("<|end|>", special=True)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-async def record(redis_url: str, run_id: str, folder: Path, no_key_left: None) -> AsyncIterator[RunRecord]:
+async def record(redis_url: str, run_id: str, tiny_model: Path, no_key_left: None) -> AsyncIterator[RunRecord]:
     tree = {
-        "model": {"path": str(folder), "dtype": "float32", "wire_dtype": "float32", "context_length": 128},
+        "model": {"path": str(tiny_model), "dtype": "float32", "wire_dtype": "float32", "context_length": 128},
         "sampling": {"max_new_tokens": 12},
         "trainer": {"group_size": 4},
         "producer": {"slots": 8},
         "broker": BROKER.model_dump(),
     }
     config = Config.model_validate(tree).model_dump(mode="json")
-    record = RunRecord(run_id, SCHEMA, config, model_digests(folder), vocab_size=258)
+    record = RunRecord(run_id, SCHEMA, config, model_digests(tiny_model), VOCABULARY)
     runs = connect_runs(redis_url, BROKER)
     await runs.create(record)
     yield record
@@ -71,10 +48,12 @@ async def record(redis_url: str, run_id: str, folder: Path, no_key_left: None) -
     await runs.close()
 
 
-async def test_a_real_model_plays_tasks_on_published_weights(redis_url: str, record: RunRecord, folder: Path) -> None:
+async def test_a_real_model_plays_tasks_on_published_weights(
+    redis_url: str, record: RunRecord, tiny_model: Path
+) -> None:
     port = connect_run(redis_url, record.run_id, BROKER)
     fence = await port.take_fence(0)
-    model = load_model(folder, "float32")
+    model = load_model(tiny_model, "float32")
     publisher = Publisher(port, fence, Layout.of(layout_of(model, "float32")), record.run_id, 3)
     version = PolicyVersion(fence.incarnation, 0)
     service = Service("p1")
@@ -98,9 +77,9 @@ async def test_a_real_model_plays_tasks_on_published_weights(redis_url: str, rec
         await publisher.close()
         await port.close()
 
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(tiny_model)
     for delivery in groups:
-        assert check_group(delivery.group, Limits(258, {"train": 4})) is None
+        assert check_group(delivery.group, Limits(VOCABULARY, {"train": 4})) is None
         for member in delivery.group.trajectories:
             shown = tokenizer.decode(member.token_ids_T[~member.loss_mask_T].tolist())
             assert shown.startswith("<|start|>user\nWhat is ")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from broker.messages import Group, Trajectory, VersionSpan
 from consumers import checkpoint
@@ -23,12 +23,11 @@ from headrace.config import Config, TrainerConfig
 from headrace.errors import CheckpointError
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
+from tests.tiny import tiny_llama
 
 
 def model(vocab_size: int = 61, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, tie_word_embeddings=True, **sizes)).float().eval()
+    return tiny_llama(seed, vocab_size=vocab_size)
 
 
 def trainer(net: Any) -> Trainer:
@@ -146,6 +145,7 @@ import torch
 from consumers.checkpoint import Checkpoints, RunPosition
 from headrace.errors import CheckpointError
 from headrace.version import PolicyVersion
+from tests.tiny import tiny_llama
 
 torch.set_num_threads(1)
 checkpoints = Checkpoints(Path(sys.argv[1]), 1, 2)

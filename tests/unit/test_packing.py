@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CohereConfig, CohereForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import CohereConfig, CohereForCausalLM
 
 from broker.messages import Trajectory, VersionSpan
 from consumers.packing import Row, Sample, pack, shared_prefix
@@ -18,18 +18,9 @@ from headrace.policy import packed_attention
 from headrace.policy.logprobs import packed_logprobs
 from headrace.policy.packed_attention import use_packed_attention
 from headrace.version import PolicyVersion
+from tests.tiny import SIZES, tiny_llama
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-}
+CHANGES = {"vocab_size": 97, "tie_word_embeddings": True, "initializer_range": 0.2}
 
 
 def sample(tokens: list[int], sampled: list[bool], advantage: float) -> Sample:
@@ -61,10 +52,10 @@ def groups(draw: st.DrawFn) -> list[list[Sample]]:
 
 
 def model(kind: str = "llama") -> Any:
-    torch.manual_seed(3)
     if kind == "cohere":  # puts a scale on its logits
-        return CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3)).eval()
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+        torch.manual_seed(3)
+        return CohereForCausalLM(CohereConfig(**SIZES, **CHANGES, logit_scale=0.3)).eval()
+    return tiny_llama(3, **CHANGES)
 
 
 def packed(net: Any, row: Row, temperature: float) -> torch.Tensor:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headrace.errors import ModelError
 from headrace.policy.dtype import compute_dtype, measure
@@ -17,29 +15,9 @@ from headrace.policy.loading import layout_of, load_model, load_tokenizer, model
 from headrace.policy.prepare import resolve_model
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({"<end>": 0, "one": 1, "two": 2}, unk_token="<end>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def copy(tiny: Path, tmp_path: Path) -> Path:
-    for file in tiny.iterdir():
+def copy(tiny_model: Path, tmp_path: Path) -> Path:
+    for file in tiny_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
 
@@ -48,8 +26,8 @@ def edit(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def test_a_local_folder_resolves_to_itself(tiny: Path) -> None:
-    assert resolve_model(str(tiny)) == tiny
+def test_a_local_folder_resolves_to_itself(tiny_model: Path) -> None:
+    assert resolve_model(str(tiny_model)) == tiny_model
 
 
 @pytest.mark.parametrize(
@@ -83,8 +61,8 @@ def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch, t
         resolve_model("nobody/nothing")
 
 
-def test_digests_name_what_differs(tiny: Path, copy: Path) -> None:
-    same = model_digests(tiny)
+def test_digests_name_what_differs(tiny_model: Path, copy: Path) -> None:
+    same = model_digests(tiny_model)
     assert model_digests(copy) == same
     edit(copy / "config.json", transformers_version="0.0")
     assert model_digests(copy) == same
@@ -99,15 +77,15 @@ def test_digests_name_what_differs(tiny: Path, copy: Path) -> None:
     assert model_digests(copy)["model"] != same["model"]
 
 
-def test_model_and_tokenizer_load(tiny: Path) -> None:
-    model = load_model(tiny, "bfloat16")
+def test_model_and_tokenizer_load(tiny_model: Path) -> None:
+    model = load_model(tiny_model, "bfloat16")
     assert model.dtype == torch.bfloat16
     assert not model.training
-    assert load_tokenizer(tiny)("one two").input_ids == [1, 2]
+    assert load_tokenizer(tiny_model)("!#").input_ids == [0, 2]
     names = [name for name, _, _ in layout_of(model, "float16")]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names  # tied: once
-    assert layout_of(model, "float16")[0] == ("model.embed_tokens.weight", "float16", (128, 32))
+    assert layout_of(model, "float16")[0] == ("model.embed_tokens.weight", "float16", (258, 64))
 
 
 def test_what_does_not_load_is_a_model_error(copy: Path) -> None:

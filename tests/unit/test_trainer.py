@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from broker.messages import Group, Trajectory, VersionSpan
 from consumers.losses import Denominators, LossSettings, LossTokens
@@ -16,13 +15,11 @@ from consumers.trainer import StepResult, Trainer, learning_rate
 from headrace.config import Config, TrainerConfig
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
+from tests.tiny import tiny_llama
 
 
 def model(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=97, num_key_value_heads=2, max_position_embeddings=128, **sizes)
-    return LlamaForCausalLM(config).float().eval()
+    return tiny_llama(seed, vocab_size=97, tie_word_embeddings=False)
 
 
 def group(rewards: list[float], seed: int = 0, behaviour: float = -4.5) -> Group:
