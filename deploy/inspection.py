@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import headrace.errors
+from deploy.processes import Birth, describe_exit, end_group
 from headrace.config import Config
 from headrace.errors import HeadraceError, ModelError, ServiceError
 
@@ -50,29 +52,45 @@ def prepare() -> str:
 
 def _ask(question: str) -> dict[str, Any]:
     """The child's answer; its chatter is only shown when it breaks."""
-    with tempfile.TemporaryFile() as chatter:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "deploy.inspection"],
-                input=question.encode(),
-                stdout=subprocess.PIPE,
-                stderr=chatter,
-                timeout=_LONGEST_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise ServiceError(f"model and environments were not ready after {_LONGEST_S:.0f} s") from None
+    # Files and no pipes: a process that an environment leaves behind would hold a pipe open for ever.
+    with tempfile.TemporaryFile() as chatter, tempfile.TemporaryFile() as reply:
+        code = _in_child(question, reply, chatter)
         chatter.seek(0)
         lines = chatter.read().decode("utf-8", "replace").strip().splitlines()
+        reply.seek(0)
+        said = reply.read()
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(said)
     except ValueError:
-        reason = lines[-1] if lines else "it gave no reason"
-        raise ServiceError(f"inspecting model and environments failed, exit {done.returncode}: {reason}") from None
+        reason = lines[-1] if lines else "without a word; an environment's code that ends its process does that"
+        raise ServiceError(
+            f"inspecting model and environments failed: the process {describe_exit(code)}: {reason}"
+        ) from None
     if "error" in answer:
         kind: type[HeadraceError] = getattr(headrace.errors, answer["kind"])
         raise kind(answer["error"])
     return answer
+
+
+def _in_child(question: str, reply: IO[bytes], chatter: IO[bytes]) -> int:
+    """The exit code of the child, of which nothing is left, however this ends."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "deploy.inspection"],
+        stdin=subprocess.PIPE,
+        stdout=reply,
+        stderr=chatter,
+        start_new_session=True,
+        preexec_fn=Birth(signal.SIGKILL, None, os.getpid()),  # noqa: PLW1509
+    )
+    try:
+        child.communicate(question.encode(), _LONGEST_S)
+        return child.returncode
+    except subprocess.TimeoutExpired:
+        raise ServiceError(f"model and environments were not ready after {_LONGEST_S:.0f} s") from None
+    finally:
+        child.kill()
+        child.wait()
+        end_group(child.pid)
 
 
 def facts_of(config: Config) -> Facts:
@@ -99,13 +117,12 @@ def check_names(config: Config, sizes: Mapping[str, int]) -> None:
 
 def dataset_sizes(config: Config) -> dict[str, int]:
     """Indices of each environment's splits; the rewards named beside them load too. Raises EnvironmentLoadError."""
-    from producers.environments.registry import build_environment, environments_of, load_reward
+    from producers.environments.registry import build_environment, environments_of, load_reward, sizes_of
 
     sizes = {}
     for name, entry in environments_of(config).items():
         environment = build_environment(entry)
-        sizes[f"train/{name}"] = len(environment)
-        sizes[f"eval/{name}"] = environment.eval_size()
+        sizes[f"train/{name}"], sizes[f"eval/{name}"] = sizes_of(name, environment)
         if entry.reward:
             load_reward(entry.reward)
     return sizes

@@ -65,7 +65,7 @@ class Child:
                     env={**os.environ, **command.env},
                     start_new_session=True,
                     # Sets two attributes of the new process and imports nothing; the launcher starts no threads.
-                    preexec_fn=_Birth(command.death_signal, command.cores, os.getpid()),  # noqa: PLW1509
+                    preexec_fn=Birth(command.death_signal, command.cores, os.getpid()),  # noqa: PLW1509
                 )
         except OSError as error:
             raise ServiceError(f"{command.argv[0]} cannot be started: {error.strerror} ({error.filename})") from error
@@ -119,12 +119,7 @@ class Child:
         if self.code is None:
             self._process.kill()
         self._process.wait()
-        # Asked first: Python's resource tracker then removes the semaphores of the dead, before it leaves itself.
-        _signal_group(self.pid, signal.SIGTERM)
-        deadline = time.monotonic() + _OFFSPRING_S
-        while _lives(self.pid) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        _signal_group(self.pid, signal.SIGKILL)
+        end_group(self.pid)
 
     def close(self) -> None:
         """Let go of the descriptor of an ended child."""
@@ -144,8 +139,8 @@ class Child:
         return [line for line in text.splitlines() if line.strip()][-lines:]
 
 
-class _Birth:
-    """What a child does between fork and exec."""
+class Birth:
+    """What a child does between fork and exec: a `preexec_fn`."""
 
     def __init__(self, death_signal: signal.Signals, cores: frozenset[int] | None, parent: int) -> None:
         self._death_signal = death_signal
@@ -159,6 +154,16 @@ class _Birth:
             os._exit(1)
         if self._cores is not None:
             os.sched_setaffinity(0, self._cores)
+
+
+def end_group(group: int) -> None:
+    """End whatever is left of a process group whose leader is gone, within a second at most."""
+    # Asked first: Python's resource tracker then removes the semaphores of the dead, before it leaves itself.
+    _signal_group(group, signal.SIGTERM)
+    deadline = time.monotonic() + _OFFSPRING_S
+    while _lives(group) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    _signal_group(group, signal.SIGKILL)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

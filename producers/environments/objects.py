@@ -35,10 +35,13 @@ def load_object(spec: str, what: str) -> Any:
 
 def reason(error: BaseException) -> str:
     """An exception in one bounded line: "ValueError: what it says"."""
-    text = " ".join(str(error).split())
-    if len(text) > 300:
-        text = f"{text[:300]}…"
+    text = shortened(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shortened(text: str) -> str:
+    """At most the first 300 letters."""
+    return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 def _from_package(name: str) -> ModuleType:

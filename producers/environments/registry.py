@@ -8,10 +8,13 @@ from typing import Any
 from headrace.config import Config, EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Environment, Rollout
-from producers.environments.objects import load_object, reason
+from producers.environments.objects import load_object, reason, shortened
 
 Reward = Callable[[Rollout], Awaitable[float] | float]
 """A coroutine function or a plain one; it runs in a worker process of its own and may block."""
+
+LARGEST_SIZE = 1 << 63
+"""What the broker's integers hold; no real dataset has as many prompts."""
 
 METHODS = ("__len__", "eval_size", "episode", "score", "correct")
 
@@ -34,6 +37,24 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         raise EnvironmentLoadError(f"environment {config.name!r} is not an environment: it has no {', '.join(missing)}")
     made: Environment = environment
     return made
+
+
+def sizes_of(name: str, environment: Environment) -> tuple[int, int]:
+    """Its numbers of training and of held-out prompts. Raises EnvironmentLoadError when it does not say them."""
+    sizes = []
+    # Called by name: len() itself refuses what it takes for no length with a sentence about len().
+    for method in ("__len__", "eval_size"):
+        try:
+            answer = getattr(environment, method)()
+        except Exception as error:
+            raise EnvironmentLoadError(f"environment {name!r}: its {method} failed ({reason(error)})") from error
+        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < LARGEST_SIZE:
+            raise EnvironmentLoadError(
+                f"environment {name!r}: its {method} returned {shortened(repr(answer))}; "
+                f"it must be a number from 0 to {LARGEST_SIZE - 1}"
+            )
+        sizes.append(answer)
+    return sizes[0], sizes[1]
 
 
 def load_reward(name: str) -> Reward:

@@ -35,6 +35,33 @@ def test_a_model_or_environment_that_does_not_serve_starts_nothing(project: Proj
         assert not (project.folder / "runs").exists()
 
 
+LEAVES_A_PROCESS = """
+import os, time
+if not os.fork():
+    time.sleep(300)
+raise RuntimeError("with a child")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (LEAVES_A_PROCESS, "with a child"),
+        ("import os; os._exit(3)", "the process exited with 3: without a word"),
+        ("def Mine(): raise SystemExit('gone')", "the process exited with 1: gone"),
+    ],
+    ids=["leaves a process", "ends its process", "exits"],
+)
+def test_what_an_environment_does_to_its_process_is_one_sentence(module: str, sentence: str, project: Project) -> None:
+    (project.folder / "broken.py").write_text(module)
+    process = project.up("--set", 'environments=[{name="broken.py:Mine"}]')
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (2, 7)
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+    assert project.processes() == []
+
+
 def test_a_taken_port_is_one_sentence(project: Project) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -11,7 +11,7 @@ from headrace.config import Config, EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Done, Rollout, Turn
 from producers.environments.arithmetic import Arithmetic, Space, held_out_ranks, last_number, text_of, value_of
-from producers.environments.registry import build_environment, environments_of, load_reward
+from producers.environments.registry import build_environment, environments_of, load_reward, sizes_of
 
 
 def rollout(completion: str, answer: object, finish: str = "stop") -> Rollout:
@@ -191,6 +191,28 @@ def test_an_environment_that_does_not_load_is_one_sentence(name: str, sentence: 
     with pytest.raises(EnvironmentLoadError, match=sentence) as caught:
         build_environment(EnvironmentConfig(name=name.replace("OWN", str(own))))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "sentence"),
+    [
+        ("__len__", "-4", "its __len__ returned -4; it must be a number from 0 to"),
+        ("__len__", "'ten'", "its __len__ returned 'ten'"),
+        ("__len__", "1 // 0", r"its __len__ failed \(ZeroDivisionError"),
+        ("eval_size", "None", "its eval_size returned None"),
+        ("eval_size", "True", "its eval_size returned True"),
+        ("eval_size", "10 ** 400", "its eval_size returned 10000.*0…; it must be"),
+        ("eval_size", "open('/nowhere')", r"its eval_size failed \(FileNotFoundError"),
+    ],
+)
+def test_a_size_that_is_none_is_one_sentence(method: str, answer: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "sized.py"
+    others = {"__len__": "3", "eval_size": "2", "episode": "0", "score": "0", "correct": "0", method: answer}
+    body = "".join(f"    def {name}(self, *given): return {text}\n" for name, text in others.items())
+    file.write_text(f"class Sized:\n{body}")
+    name = f"{file}:Sized"
+    with pytest.raises(EnvironmentLoadError, match=sentence):
+        sizes_of(name, build_environment(EnvironmentConfig(name=name)))
 
 
 def test_a_file_that_raises_at_import_is_named(tmp_path: Path) -> None:
