@@ -57,6 +57,7 @@ test: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.engine --check
+	$(BIN)/python -m benchmarks.trainer --check
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

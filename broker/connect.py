@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from broker.api import OperatorPort, ProducerPort, Runs, TrainerPort, WeightsPort
-from headrace.config import BrokerConfig
+from broker.api import OperatorPort, ProducerPort, RunRecord, Runs, TrainerPort, WeightsPort
+from headrace.config import BrokerConfig, Config
+from headrace.config_sources import stored
 
 MEMORY = "memory:"
 
@@ -37,8 +38,7 @@ def connect_runs(url: str, config: BrokerConfig | None = None) -> Runs:
 def connect_run(url: str, run_id: str, config: BrokerConfig | None = None) -> Run:
     """One run of the broker at `url`. Nothing is sent before the first call.
 
-    Raises ConfigError for a URL that is none, Refused for an id that no run can have. A service that was given only
-    the URL and the run id leaves `config` out, reads the record, and connects again with what stands there.
+    Raises ConfigError for a URL that is none, Refused for an id that no run can have.
     """
     config = config or BrokerConfig()
     if url.startswith(MEMORY):
@@ -48,3 +48,18 @@ def connect_run(url: str, run_id: str, config: BrokerConfig | None = None) -> Ru
     from broker.redis.run import RedisRun
 
     return RedisRun(url, run_id, config)
+
+
+async def open_run(url: str, run_id: str) -> tuple[RunRecord, Config, Run]:
+    """What a service needs that was told only the URL and the run's id: the record, read with the default waits, its
+    configuration, and the run on the waits that stand there.
+
+    Raises BrokerUnavailable, Refused for a run that is not there, ConfigError for a record of another release.
+    """
+    asking = connect_run(url, run_id)
+    try:
+        record = await asking.record()
+    finally:
+        await asking.close()
+    config = stored(record.config)
+    return record, config, connect_run(url, run_id, config.broker)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from broker.api import Hello, Peer, ProducerPort, RunRecord
-from broker.connect import Run, connect_run
+from broker.connect import Run, open_run
 from broker.messages import SCHEMA
 from headrace.config import Config
-from headrace.config_sources import stored
-from headrace.errors import ConfigError, Refused
+from headrace.errors import Refused
+from headrace.invocation import Invocation
 from headrace.service import Service
 from headrace.telemetry.endpoint import Endpoint
 from headrace.telemetry.metrics import Metrics
@@ -37,79 +33,32 @@ from weightsync.receiver import Commit, Receiver
 MODELLESS = ("scripted",)
 """Engines that need no model: their tokens are bytes, and the run's digests are taken as they are."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What this process is told; the rest stands in the run's record."""
-
-    url: str = field(repr=False)
-    run_id: str
-    name: str
-    metrics_port: int = 0
-
-    @classmethod
-    def of(cls, flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Settings:
-        """Flags "redis_url", "run", "name", "metrics_port" go before `HEADRACE_REDIS_URL` and so on.
-
-        Raises ConfigError with what is missing, malformed, or would show a secret to everybody who lists processes.
-        """
-
-        def told(flag: str) -> str:
-            return flags.get(flag) or environ.get(f"HEADRACE_{flag.upper()}") or ""
-
-        if holds_password(flags.get("redis_url") or ""):
-            raise ConfigError(
-                "--redis-url holds a password, which everybody on this machine can read; set HEADRACE_REDIS_URL instead"
-            )
-        if not told("redis_url"):
-            raise ConfigError("HEADRACE_REDIS_URL is not set; it names the run's broker, as redis://host:6379")
-        if not told("run"):
-            raise ConfigError("no run is named; set HEADRACE_RUN or pass --run")
-        name = told("name") or f"producer-{socket.gethostname()}-{os.getpid()}"
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"producer name {name!r} must be letters, digits, dots and dashes, at most 100 of them")
-        port = told("metrics_port") or "0"
-        if not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"metrics port {port!r} is not a number from 0 to 65535")
-        return cls(told("redis_url"), told("run"), name, int(port))
-
-
-def holds_password(url: str) -> bool:
-    """Also where it stands as a parameter, or where the URL has an `@` but no valid form."""
-    parts = urlsplit(url)
-    malformed = parts.scheme not in ("redis", "rediss", "unix") and "@" in url
-    return bool(parts.password) or "password" in parse_qs(parts.query) or malformed
-
-
-async def start(service: Service, settings: Settings) -> Producer:
+async def start(service: Service, told: Invocation) -> Producer:
     """Build all parts, join the run, and add the loops to the service. What was begun is ended when a part fails.
 
     Raises BrokerUnavailable, Refused, ConfigError, ModelError, EnvironmentLoadError, EngineError, ServiceError.
     """
     async with AsyncExitStack() as stack:
-        record = await _record(settings)
-        config = stored(record.config)
-        port = connect_run(settings.url, settings.run_id, config.broker)
+        record, config, port = await open_run(told.url, told.run_id)
         stack.push_async_callback(port.close)
-        producer = await _assemble(service, settings, record, config, port, stack)
+        producer = await _assemble(service, told, record, config, port, stack)
         producer.on_close = stack.pop_all().aclose
     producer.add_loops()
     return producer
 
 
 async def _assemble(
-    service: Service, settings: Settings, record: RunRecord, config: Config, port: Run, stack: AsyncExitStack
+    service: Service, told: Invocation, record: RunRecord, config: Config, port: Run, stack: AsyncExitStack
 ) -> Producer:
     host = socket.gethostname()
     # What can be refused cheaply comes before what takes long.
     environments = {name: build_environment(entry) for name, entry in environments_of(config).items()}
     folder, digests = _model(record, config)
-    metrics = Metrics(settings.run_id, settings.name)
-    health: dict[str, Any] = {"ok": True, "service": settings.name, "phase": "start"}
-    metrics_url = await _serve(Endpoint(metrics, lambda: health), config.telemetry.host, settings.metrics_port, stack)
-    await _join(port, Hello(settings.name, SCHEMA, digests, host, os.getpid(), metrics_url))
+    metrics = Metrics(told.run_id, told.name)
+    health: dict[str, Any] = {"ok": True, "service": told.name, "phase": "start"}
+    metrics_url = await _serve(Endpoint(metrics, lambda: health), config.telemetry.host, told.metrics_port, stack)
+    await _join(port, Hello(told.name, SCHEMA, digests, host, os.getpid(), metrics_url))
 
     scorer = _scorer(config)
     stack.push_async_callback(scorer.close)
@@ -118,7 +67,7 @@ async def _assemble(
     engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
     stack.push_async_callback(engine.close)
     await engine.start()
-    gauges = Gauges(engine, metrics, journal_of(record.folder, settings.name))
+    gauges = Gauges(engine, metrics, journal_of(record.folder, told.name))
     stack.callback(gauges.close)
 
     def committed(commit: Commit) -> None:
@@ -127,21 +76,21 @@ async def _assemble(
     receiver = Receiver(
         port,
         engine,
-        settings.name,
+        told.name,
         host,
-        run_id=settings.run_id,
+        run_id=told.run_id,
         lease_s=config.weights.lease_s,
         block_ms=config.broker.stream_block_ms,
         on_commit=committed,
     )
     producer = Producer(
-        name=settings.name,
+        name=told.name,
         service=service,
         port=port,
-        stage=_stage(settings.name, config, environments, engine, chat, scorer),
+        stage=_stage(told.name, config, environments, engine, chat, scorer),
         config=config,
         weights=receiver,
-        peer=Peer(settings.name, "producer", host, os.getpid(), True, {}),
+        peer=Peer(told.name, "producer", host, os.getpid(), True, {}),
         gauges=gauges,
         on_close=stack.aclose,
         metrics_url=metrics_url,
@@ -173,15 +122,6 @@ def _stage(
 def _scorer(config: Config) -> Scorer:
     producer = config.producer
     return Scorer(environments_of(config), workers=producer.reward_workers, deadline_s=producer.reward_deadline_s)
-
-
-async def _record(settings: Settings) -> RunRecord:
-    """Read with the default waits; the run's own stand in the record."""
-    asking = connect_run(settings.url, settings.run_id)
-    try:
-        return await asking.record()
-    finally:
-        await asking.close()
 
 
 def _model(record: RunRecord, config: Config) -> tuple[Path | None, dict[str, str]]:

@@ -17,10 +17,11 @@ from broker.api import Fence, RunRecord
 from broker.connect import Run
 from broker.messages import GroupDelivery, Task
 from headrace.config import BrokerConfig, Config
+from headrace.invocation import Invocation
 from headrace.service import Service
 from headrace.version import PolicyVersion
 from producers.loops import Producer
-from producers.start import Settings, start
+from producers.start import start
 from tests.support import FAR_FUTURE_MS, wait_until
 from weightsync.manifest import Layout
 from weightsync.publisher import Publisher
@@ -79,7 +80,7 @@ class Scene:
     async def producer(self, name: str = "p1") -> AsyncIterator[Producer]:
         """A producer in this process, which must end cleanly by the end of the block at the latest."""
         service = Service(name)
-        producer = await start(service, Settings(self.url, self.record.run_id, name))
+        producer = await start(service, Invocation(self.url, self.record.run_id, name))
         running = asyncio.create_task(service.run())
         try:
             yield producer

@@ -19,9 +19,10 @@ from broker.connect import connect_run, connect_runs
 from broker.messages import SCHEMA
 from broker.validate import Limits, check_group
 from headrace.errors import ModelError, Refused
+from headrace.invocation import Invocation
 from headrace.service import Service
 from producers.loops import Producer
-from producers.start import Settings, start
+from producers.start import start
 from tests.producers import BROKER, LAYOUT, Scene, Trainer, config
 from tests.support import RedisProcess, wait_until
 from weightsync.publisher import Publisher
@@ -211,7 +212,7 @@ async def test_the_end_of_the_run_ends_the_producer(setting: Setting) -> None:
         await scene.trainer.port.finish(scene.trainer.fence, "finished", "all steps are done")
         await wait_until(producer.service.stopping.is_set, "the producer has heard of it")
     with pytest.raises(Refused, match="the run is finished: all steps are done; a producer has nothing to do"):
-        await start(Service("p2"), Settings(scene.url, scene.record.run_id, "p2"))
+        await start(Service("p2"), Invocation(scene.url, scene.record.run_id, "p2"))
 
 
 async def test_what_outlives_the_drain_is_given_back(setting: Setting, processes: list[subprocess.Popen[str]]) -> None:
@@ -299,7 +300,7 @@ async def test_a_task_that_was_taken_over_is_dropped(setting: Setting) -> None:
 async def test_a_broken_engine_ends_the_service_with_its_reason(setting: Setting) -> None:
     scene = await setting()
     service = Service("p1")
-    producer = await start(service, Settings(scene.url, scene.record.run_id, "p1"))
+    producer = await start(service, Invocation(scene.url, scene.record.run_id, "p1"))
     running = asyncio.create_task(service.run())
     await producer.stage.player.engine.close()
     await scene.trainer.publish(0)
@@ -343,7 +344,7 @@ async def test_a_model_that_is_not_the_runs_is_refused(setting: Setting, tmp_pat
     await runs.create(replace(scene.record, run_id=f"{scene.record.run_id}-b", config=tree))
     try:
         with pytest.raises(ModelError, match="does not exist"):
-            await start(Service("p1"), Settings(scene.url, f"{scene.record.run_id}-b", "p1"))
+            await start(Service("p1"), Invocation(scene.url, f"{scene.record.run_id}-b", "p1"))
     finally:
         await runs.delete(f"{scene.record.run_id}-b")
         await runs.close()

@@ -16,10 +16,11 @@ from broker.messages import SCHEMA, GroupDelivery, Task
 from broker.validate import Limits, check_group
 from headrace.config import BrokerConfig, Config
 from headrace.errors import Refused
+from headrace.invocation import Invocation
 from headrace.policy.loading import layout_of, load_model, load_tokenizer, model_digests
 from headrace.service import Service
 from headrace.version import PolicyVersion
-from producers.start import Settings, start
+from producers.start import start
 from tests.support import FAR_FUTURE_MS, wait_until
 from tests.tiny import VOCABULARY
 from weightsync.manifest import Layout
@@ -57,7 +58,7 @@ async def test_a_real_model_plays_tasks_on_published_weights(
     publisher = Publisher(port, fence, Layout.of(layout_of(model, "float32")), record.run_id, 3)
     version = PolicyVersion(fence.incarnation, 0)
     service = Service("p1")
-    producer = await start(service, Settings(redis_url, record.run_id, "p1"))
+    producer = await start(service, Invocation(redis_url, record.run_id, "p1"))
     running = asyncio.create_task(service.run())
     groups: list[GroupDelivery] = []
 
@@ -107,7 +108,7 @@ async def test_a_producer_with_another_model_is_refused(redis_url: str, record: 
     await runs.create(other)
     try:
         with pytest.raises(Refused, match=f"{part.replace('_', ' ')} .*, the run has 0000"):
-            await start(Service("p1"), Settings(redis_url, other.run_id, "p1"))
+            await start(Service("p1"), Invocation(redis_url, other.run_id, "p1"))
     finally:
         await runs.delete(other.run_id)
         await runs.close()

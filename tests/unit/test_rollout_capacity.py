@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import BrokerUnavailable, ConfigError
+from headrace.errors import BrokerUnavailable
 from producers.capacity import Capacity
 from producers.engines.api import EngineStats
 from producers.gauges import occupancy, rate
 from producers.patience import Patience
-from producers.start import Settings, holds_password
 
 sizes = st.tuples(st.integers(1, 64), st.integers(0, 64)).map(lambda pair: Capacity(pair[0] + pair[1], pair[0]))
 
@@ -64,46 +63,6 @@ async def test_a_broker_that_stays_away_is_an_error() -> None:
     with pytest.raises(BrokerUnavailable, match="away"):
         await Patience(0.05, first_wait_s=0.01)("ask", broker.ask, "why")
     assert 1 < broker.calls < 10
-
-
-ENVIRON = {"HEADRACE_REDIS_URL": "redis://:secret@h:1/0", "HEADRACE_RUN": "r1", "HEADRACE_METRICS_PORT": "9100"}
-
-
-def test_flags_go_before_the_environment() -> None:
-    told = Settings.of({}, ENVIRON)
-    assert (told.url, told.run_id, told.metrics_port) == ("redis://:secret@h:1/0", "r1", 9100)
-    assert told.name.startswith("producer-")
-    assert "secret" not in repr(told)
-    flags = {"redis_url": "redis://h:2", "run": "r2", "name": "p-1.a", "metrics_port": "0"}
-    assert Settings.of(flags, ENVIRON) == Settings("redis://h:2", "r2", "p-1.a", 0)
-
-
-@pytest.mark.parametrize(
-    ("flags", "environ", "sentence"),
-    [
-        ({"redis_url": "redis://:secret@h"}, ENVIRON, "--redis-url holds a password"),
-        ({}, {"HEADRACE_RUN": "r1"}, "HEADRACE_REDIS_URL is not set"),
-        ({"redis_url": "redis://h"}, {}, "no run is named; set HEADRACE_RUN or pass --run"),
-        ({"name": "../x"}, ENVIRON, "producer name '../x' must be"),
-        ({"metrics_port": "70000"}, ENVIRON, "metrics port '70000' is not a number from 0 to 65535"),
-    ],
-)
-def test_what_is_missing_or_wrong_is_one_sentence(
-    flags: dict[str, str | None], environ: dict[str, str], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence) as caught:
-        Settings.of(flags, environ)
-    assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["redis://u:p@h", "rediss://:p@h:1/0", "redis://h?password=p", "u:p@h", ":p@h:6379"])
-def test_passwords_in_urls_are_seen(url: str) -> None:
-    assert holds_password(url)
-
-
-@pytest.mark.parametrize("url", ["", "redis://h:1/0", "redis://user@h", "unix:///tmp/redis.sock", "redis://h?db=1"])
-def test_urls_without_a_password_pass(url: str) -> None:
-    assert not holds_password(url)
 
 
 def test_figures_between_two_readings() -> None:

@@ -1,0 +1,99 @@
+"""How a service process is started: what it is told by flags and environment, the same for every service."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import parse_qs, urlsplit
+
+from headrace.errors import ConfigError
+from headrace.service import Service, main
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_FLAGS = {
+    "--redis-url": "redis://host:port without a password (default: $HEADRACE_REDIS_URL, where it may have one)",
+    "--run": "the run's id (default: $HEADRACE_RUN)",
+    "--name": "of this process, one of its kind in the run (default: $HEADRACE_NAME, or made up)",
+    "--metrics-port": "of /metrics and /healthz; 0 takes a free one (default: $HEADRACE_METRICS_PORT, or 0)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """What this process is told; the rest stands in the run's record."""
+
+    url: str = field(repr=False)
+    run_id: str
+    name: str
+    metrics_port: int = 0
+    resume: bool = False
+    """Go on from the newest checkpoint; only the trainer takes it."""
+
+    @classmethod
+    def of(cls, role: str, flags: Mapping[str, str | bool | None], environ: Mapping[str, str]) -> Invocation:
+        """Flags "redis_url", "run", "name", "metrics_port" go before `HEADRACE_REDIS_URL` and so on.
+
+        Raises ConfigError with what is missing, malformed, or would show a secret to everybody who lists processes.
+        """
+
+        def told(flag: str) -> str:
+            return str(flags.get(flag) or environ.get(f"HEADRACE_{flag.upper()}") or "")
+
+        if holds_password(str(flags.get("redis_url") or "")):
+            raise ConfigError(
+                "--redis-url holds a password, which everybody on this machine can read; set HEADRACE_REDIS_URL instead"
+            )
+        if not told("redis_url"):
+            raise ConfigError("HEADRACE_REDIS_URL is not set; it names the run's broker, as redis://host:6379")
+        if not told("run"):
+            raise ConfigError("no run is named; set HEADRACE_RUN or pass --run")
+        name = told("name") or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{role} name {name!r} must be letters, digits, dots and dashes, at most 100 of them")
+        port = told("metrics_port") or "0"
+        if not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"metrics port {port!r} is not a number from 0 to 65535; 0 takes a free one")
+        return cls(told("redis_url"), told("run"), name, int(port), bool(flags.get("resume")))
+
+
+def holds_password(url: str) -> bool:
+    """Also where it stands as a parameter, or where the URL has an `@` but no valid form."""
+    parts = urlsplit(url)
+    malformed = parts.scheme not in ("redis", "rediss", "unix") and "@" in url
+    return bool(parts.password) or "password" in parse_qs(parts.query) or malformed
+
+
+def run(
+    role: str,
+    module: str,
+    description: str,
+    arguments: Sequence[str],
+    start: Callable[[Service, Invocation], Awaitable[object]],
+    *,
+    drain_s: float = 30.0,
+    resumes: bool = False,
+) -> int:
+    """Read flags and environment, then run the service to its end. Returns the exit code."""
+    parser = argparse.ArgumentParser(f"python -m {module}", description=description, allow_abbrev=False)
+    for flag, meaning in _FLAGS.items():
+        parser.add_argument(flag, help=meaning)
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    flags = vars(parser.parse_args(arguments))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        invocation = Invocation.of(role, flags, os.environ)
+    except ConfigError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return error.exit_code
+
+    async def begin(service: Service) -> None:
+        await start(service, invocation)
+
+    return main(invocation.name, begin, drain_s=drain_s)

@@ -1,0 +1,47 @@
+"""What a service process is told by flags and environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.invocation import Invocation, holds_password
+
+ENVIRON = {"HEADRACE_REDIS_URL": "redis://:secret@h:1/0", "HEADRACE_RUN": "r1", "HEADRACE_METRICS_PORT": "9100"}
+
+
+def test_flags_go_before_the_environment() -> None:
+    told = Invocation.of("producer", {}, ENVIRON)
+    assert (told.url, told.run_id, told.metrics_port) == ("redis://:secret@h:1/0", "r1", 9100)
+    assert told.name.startswith("producer-")
+    assert "secret" not in repr(told)
+    flags = {"redis_url": "redis://h:2", "run": "r2", "name": "p-1.a", "metrics_port": "0"}
+    assert Invocation.of("producer", flags, ENVIRON) == Invocation("redis://h:2", "r2", "p-1.a", 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "sentence"),
+    [
+        ({"redis_url": "redis://:secret@h"}, ENVIRON, "--redis-url holds a password"),
+        ({}, {"HEADRACE_RUN": "r1"}, "HEADRACE_REDIS_URL is not set"),
+        ({"redis_url": "redis://h"}, {}, "no run is named; set HEADRACE_RUN or pass --run"),
+        ({"name": "../x"}, ENVIRON, "producer name '../x' must be"),
+        ({"metrics_port": "70000"}, ENVIRON, "metrics port '70000' is not a number from 0 to 65535"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_sentence(
+    flags: dict[str, str | bool | None], environ: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        Invocation.of("producer", flags, environ)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://u:p@h", "rediss://:p@h:1/0", "redis://h?password=p", "u:p@h", ":p@h:6379"])
+def test_passwords_in_urls_are_seen(url: str) -> None:
+    assert holds_password(url)
+
+
+@pytest.mark.parametrize("url", ["", "redis://h:1/0", "redis://user@h", "unix:///tmp/redis.sock", "redis://h?db=1"])
+def test_urls_without_a_password_pass(url: str) -> None:
+    assert not holds_password(url)
