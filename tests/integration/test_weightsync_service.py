@@ -110,7 +110,7 @@ async def test_published_versions_are_checked_and_told(
         await wait_until(verified, "the version is verified")
         peer = await found(run)
         assert peer is not None
-        assert (peer.name, peer.pid) == (f"weights-{socket.gethostname()}", process.pid)
+        assert (peer.name, peer.pid) == (f"weights-{socket.gethostname()}-{process.pid}", process.pid)
         producer = Peer("producer-1", "producer", "h", 1, True, {"version": str(version)})
         await run.heartbeat(producer, 30)
         await run.lease(version, "producer-2", 30)
