@@ -19,7 +19,7 @@ class Batch:
     """The version that the step produces."""
     deliveries: tuple[GroupDelivery, ...]
     lags: tuple[int, ...]
-    """Lag of each group when the batch was formed, in steps; empty for a step that is made again."""
+    """Lag of each group when the batch was formed, in steps."""
     verdicts: tuple[StepEntry, ...]
     """Groups judged otherwise since the batch before."""
 

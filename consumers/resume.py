@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from broker.messages import GroupDelivery, StepEntry, StepRecord
 from consumers.batch import Batch
 from consumers.ingest import SeenTasks, entry
+from consumers.lag import group_lag
+from headrace.version import PolicyVersion
+
+_BEGINNING = PolicyVersion(0, 0)
+"""The steps of the log are one history: none of their tokens is of one that was given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ def plan_replay(
         if fork:
             break
         groups = tuple(there.pop(entry_id) for entry_id in wanted)
-        batches.append(Batch(record.version, groups, (), ()))
+        lags = tuple(group_lag(delivery.group, step, _BEGINNING) for delivery in groups)
+        batches.append(Batch(record.version, groups, lags, ()))
         step += 1
     return Replay(tuple(batches), tuple(settled), tuple(there.values()), fork)
