@@ -32,6 +32,7 @@ from deploy.restarts import LIMITS
 from deploy.run_folder import write_json
 from deploy.scaling import JOIN_S, Scaling, surplus
 from deploy.screen import PartView, RunView, Screen
+from deploy.silence import Silence
 from deploy.supervisor import Part, Supervisor
 from headrace.errors import BrokerError
 from headrace.service import Service
@@ -84,6 +85,7 @@ class Launcher:
         )
         self._supervisor: Supervisor | None = None
         self._started = time.monotonic()
+        self._silence = Silence(plan.config)
         self._scalings: list[Scaling] = []
         self._answers: dict[str, str] = {}
         self._peers: list[Peer] = []
@@ -181,7 +183,7 @@ class Launcher:
             else:
                 self.outcome.code = 0 if self._told_to_stop else 130
                 self.outcome.reason = f"stopped: {self._told_to_stop or 'interrupted'}"
-                await self._leave(max(TRAINER_S, self._plan.config.producer.drain_s + GRACE_S))
+                await self._leave(TRAINER_S, self._plan.config.producer.drain_s + GRACE_S)
         finally:
             # The other loops look at the flag, because a cancellation can get lost inside the broker's client.
             self._service.stop(self.outcome.reason or "a part is beyond repair")
@@ -204,6 +206,7 @@ class Launcher:
             self._peers = await self._operator.peers()
             self._mark_joined()
             self._end_stuck_starts()
+            self._end_silent()
             self._answer_orders()
             await self._heartbeat()
             stopped = await self._service.sleep(HEARTBEAT_S)
@@ -275,6 +278,16 @@ class Launcher:
                 self._report(part.name, "stuck", f"process {child.pid} had not joined after {START_S:.0f} s")
                 child.kill()
 
+    def _end_silent(self) -> None:
+        """One that lives and gives no heartbeat for long is treated as dead: nothing else would end it."""
+        assert self._supervisor is not None
+        alive = {peer.pid for peer in self._peers if peer.alive and peer.host == socket.gethostname()}
+        # By looks and not by the clock: while the broker is away, nobody can be heard.
+        for part, seconds in self._silence.too_long(self._supervisor.parts.values(), alive, HEARTBEAT_S):
+            assert part.child is not None
+            self._report(part.name, "silent", f"process {part.child.pid} gave no heartbeat for {seconds:.0f} s")
+            part.child.kill()
+
     async def _heartbeat(self) -> None:
         assert self._supervisor is not None
         state = {
@@ -317,12 +330,16 @@ class Launcher:
 
     # -- the end
 
-    async def _leave(self, seconds: float) -> None:
+    async def _leave(self, trainer_s: float, producers_s: float | None = None) -> None:
         """Producers and trainer first, each with what it has to save; then the weights that they read."""
         assert self._supervisor is not None
         self._state = "stopping"
         self._screen.show(self._view())
-        self.outcome.killed += await self._supervisor.stop(("producer", "trainer"), seconds)
+        for late in await asyncio.gather(
+            self._supervisor.stop(("producer",), trainer_s if producers_s is None else producers_s),
+            self._supervisor.stop(("trainer",), trainer_s),
+        ):
+            self.outcome.killed += late
         self.outcome.killed += await self._supervisor.stop(("weights",), WEIGHTS_S)
 
     async def _note_failure(self, errors: BaseExceptionGroup[BaseException]) -> None:

@@ -171,7 +171,9 @@ class Supervisor:
         self._report(part.name, "died", f"process {child.pid} {describe_exit(code)}; its log: {child.log}")
         decision = decide(part.deaths, part.limits)
         if isinstance(decision, GiveUp):
-            raise kind_of(code)(obituary(part, child, code, decision.reason))
+            own = own_sentence(part, child)
+            kind = KINDS.get(code, ServiceError) if own else ServiceError
+            raise kind(obituary(part, child, code, own or decision.reason))
         return await self._back_off(part, decision.after_s)
 
     async def _back_off(self, part: Part, seconds: float) -> bool:
@@ -191,22 +193,23 @@ class Supervisor:
             self._over.set_result(outcome)
 
 
+# A run ends as its service did, when that said why: with an error of the same exit code.
 KINDS: dict[int, type[HeadraceError]] = {
     kind.exit_code: kind
     for kind in (ConfigError, BrokerError, EngineError, WeightError, CheckpointError, Fenced, ServiceError)
 }
 
 
-def kind_of(code: int) -> type[HeadraceError]:
-    """The run ends as its service did, when that said why: with an error of the same exit code."""
-    return KINDS.get(code, ServiceError)
+def own_sentence(part: Part, child: Child) -> str:
+    """What a service says when it ends with an error of its own; empty when something else ended it."""
+    said = [line.strip() for line in child.tail() if line.startswith(f"{part.name}: ")]
+    return said[-1] if said else ""
 
 
 def obituary(part: Part, child: Child, code: int, reason: str) -> str:
     """Why a run ends with this part: its own sentence where it left one, else the end of its log."""
-    lines = child.tail()
     where = f"(log: {child.log})"
-    if 0 < code < 128 and code != 1 and lines:
-        return f"{part.name} {describe_exit(code)}: {lines[-1].strip()} {where}"
-    tail = "".join(f"\n  {line}" for line in lines)
+    if reason.startswith(f"{part.name}: "):
+        return f"{part.name} {describe_exit(code)}: {reason} {where}"
+    tail = "".join(f"\n  {line}" for line in child.tail())
     return f"{part.name} {describe_exit(code)}; {reason} {where}{tail and ':' + tail}"

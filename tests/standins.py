@@ -161,7 +161,8 @@ class Project:
         return int(texts[-1].removeprefix("process ").split()[0])
 
     def steps(self) -> list[int]:
-        return [json.loads(line)["step"] for line in (self.run / "steps.jsonl").read_text().splitlines()]
+        file = self.run / "steps.jsonl"
+        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs in this folder."""

@@ -120,6 +120,17 @@ def test_a_killed_service_is_started_again(part: str, project: Project) -> None:
     assert project.steps() == [1, 2, 3, 4]
 
 
+def test_a_producer_that_lives_and_says_nothing_is_replaced(project: Project) -> None:
+    project.hold()
+    process = project.up("--set", "producer.lease_s=0.6")
+    running(project)
+    os.kill(project.pid("producer-1"), signal.SIGSTOP)
+    wait_until(lambda: project.happened("producer-1", "joined") == 2, "the replacement joined")
+    assert project.happened("producer-1", "silent") == 1
+    project.let_go()
+    assert process.wait(100) == 0
+
+
 def test_a_killed_redis_is_started_again(project: Project) -> None:
     project.hold()
     process = project.up()
