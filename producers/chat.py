@@ -12,6 +12,7 @@ import numpy as np
 from broker.messages import Int32
 from headrace.errors import ModelError
 from producers.environments.api import Message
+from producers.environments.objects import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,14 +85,13 @@ class TemplateChat:
         return continued[end_of_answer:]
 
     def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
-        from jinja2 import TemplateError
-
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
-        except TemplateError as error:
+        except Exception as error:
+            # A template is a program: it raises what it likes, a division by zero as well as its own refusal.
             roles = ", ".join(message.role for message in messages)
-            raise ModelError(f"the chat template does not take messages of {roles}: {error}") from error
+            raise ModelError(f"the chat template does not take messages of {roles} ({reason(error)})") from error
         return str(text)
 
     def _tokens(self, text: str, *, special: bool) -> Int32:

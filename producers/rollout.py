@@ -173,8 +173,12 @@ async def _asked(player: Player, call: Callable[[], Any]) -> Any:
     """
 
     async def ask() -> Any:
-        value = call()
-        return await value if inspect.isawaitable(value) else value
+        try:
+            value = call()
+            return await value if inspect.isawaitable(value) else value
+        except SystemExit as error:
+            # A task would not keep this one as a value: it would end the process.
+            raise RolloutFailed(f"environment raised {reason(error)}") from error
 
     # A task holds its exception as a value, whatever its type.
     task = asyncio.ensure_future(ask())
@@ -201,4 +205,6 @@ def _observation(given: object) -> Observation:
     texts = given.messages if isinstance(given.messages, tuple | list) else (None,)
     if not all(isinstance(message, Message) and isinstance(message.content, str) for message in texts):
         raise RolloutFailed("environment gave an Observation whose messages are not Messages with text")
+    if any("\ud800" <= letter <= "\udfff" for message in given.messages for letter in message.content):
+        raise RolloutFailed("environment gave an Observation whose text is not Unicode: it has half a surrogate pair")
     return given

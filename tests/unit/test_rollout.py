@@ -166,9 +166,12 @@ def fault(where: str, kind: type[BaseException]) -> Callable[[str], object]:
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])
-async def test_an_environment_that_raises_fails_its_rollout(engine: ScriptedEngine, where: str) -> None:
-    episode = Chatty(2, fault(where, KeyError))
-    with pytest.raises(RolloutFailed, match="environment raised KeyError: 'broken'"):
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+async def test_an_environment_that_raises_fails_its_rollout(
+    engine: ScriptedEngine, where: str, kind: type[BaseException]
+) -> None:
+    episode = Chatty(2, fault(where, kind))
+    with pytest.raises(RolloutFailed, match=f"environment raised {kind.__name__}: '?broken'?"):
         await play(player(engine), Chats(lambda index, seed: episode), TASK, 0)
     assert episode.closed
 
@@ -204,6 +207,7 @@ SHOWN = Observation((Message("user", "hello"),))
         (Wrong(None, Done()), "gave NoneType where an Observation belongs"),
         (Wrong(Observation((Message("user", None),)), Done()), "messages are not Messages with text"),
         (Wrong(Observation(None), Done()), "messages are not Messages with text"),
+        (Wrong(Observation((Message("user", "half \udcff"),)), Done()), "text is not Unicode"),
         (Wrong(SHOWN, 0.5), "gave float where an Observation belongs"),
         (object(), "gave object as an episode: it has no reset, step, close"),
         (Unanswerable(1), "environment raised LookupError: nobody knows"),

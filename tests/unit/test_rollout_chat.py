@@ -82,8 +82,18 @@ def test_a_template_that_rewrites_what_was_said_cannot_be_continued(chat: Templa
 
 def test_a_template_may_refuse_roles(chat: TemplateChat) -> None:
     chat._tokenizer.chat_template = STRICT
-    with pytest.raises(ModelError, match="does not take messages of system, user: users first"):
+    with pytest.raises(ModelError, match=r"does not take messages of system, user \(.*users first"):
         chat.prompt([Message("system", "be good"), *USER])
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 // 0 }}", "{{ 'x' + 3 }}", "{% for i in range(10 ** 9) %}{% endfor %}", "{%"]
+)
+def test_a_template_may_fail_like_any_program(template: str, chat: TemplateChat) -> None:
+    chat._tokenizer.chat_template = template
+    with pytest.raises(ModelError, match="does not take messages of user") as caught:
+        chat.prompt(USER)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_a_template_messages_are_lines(chat: TemplateChat) -> None:
