@@ -39,6 +39,7 @@ def test_steps_after_the_checkpoint_are_made_again_entry_by_entry() -> None:
         (["t3", "t1"], PolicyVersion(1, 5)),
         (["t2", "t0"], PolicyVersion(1, 6)),
     ]
+    assert [batch.lags for batch in replay.batches] == [(1, 1), (2, 2)]
     assert ids(replay.fresh) == ["t4", "t5"]
     assert (replay.settled, replay.fork) == ((), "")
 
