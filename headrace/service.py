@@ -110,13 +110,17 @@ def main(name: str, start: Callable[[Service], Awaitable[None]], *, drain_s: flo
         await start(service)
         await service.run()
 
+    serving = serve()
     try:
-        uvloop.run(serve())
+        uvloop.run(serving)
     except HeadraceError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
+    finally:
+        # An interrupt can come before it has begun, and a coroutine that never did complains on stderr.
+        serving.close()
     return 0
 
 

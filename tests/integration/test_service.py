@@ -101,3 +101,15 @@ def test_a_bug_shows_its_traceback_and_ends_loops_that_lose_their_cancellation(l
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "KeyError: 'a bug'" in err
+
+
+def test_an_interrupt_before_the_loop_has_begun_says_nothing() -> None:
+    code = """
+        import signal, sys, uvloop
+        from headrace.service import main
+        # The moment between making the coroutine and running it.
+        uvloop.run = lambda _: signal.raise_signal(signal.SIGINT)
+        sys.exit(main("early", None))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
