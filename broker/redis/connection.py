@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,6 +39,9 @@ _REFUSALS: tuple[tuple[type[exceptions.RedisError] | tuple[type[exceptions.Redis
     (exceptions.NoPermissionError, "does not allow the user of the URL what headrace needs"),
     (exceptions.ReadOnlyError, "is a read-only replica; name its primary in the URL"),
 )
+
+_MISCONF = re.compile(r"MISCONF (?:Errors writing to the AOF file: )?([^.]*)")
+"""Redis refuses writes while its disk does; in a script's error it stands after the script's name."""
 
 
 class Connection:
@@ -157,12 +161,16 @@ class Connection:
         )
         if isinstance(error, again) or text.startswith(("OOM", "MASTERDOWN", "CLUSTERDOWN")) or "-OOM" in text:
             return error
+        if _MISCONF.search(text):
+            return error
         raise BrokerUnavailable(f"Redis at {self.place} answered: {text}") from error
 
     def _sentence(self, failure: Exception) -> str:
         if isinstance(failure, BrokerUnavailable):
             return str(failure)
         text = str(failure)
+        if found := _MISCONF.search(text):
+            return f"Redis at {self.place} cannot write to its disk ({found[1]})"
         if "OOM" in text or isinstance(failure, exceptions.OutOfMemoryError):
             return f"Redis at {self.place} is full (maxmemory)"
         if isinstance(failure, exceptions.BusyLoadingError):

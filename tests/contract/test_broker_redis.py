@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 import traceback
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -160,6 +161,28 @@ async def test_an_emptied_redis_is_a_run_that_is_gone(
                 await call
         assert client.keys("*") == []
     await run.close()
+    await runs.close()
+
+
+async def test_a_redis_whose_disk_refuses_is_one_sentence(
+    redis_process: Callable[..., RedisProcess], record: RunRecord, tmp_path: Path
+) -> None:
+    server = redis_process()
+    runs = connect_runs(server.url, HASTY)
+    await runs.ping()
+    (tmp_path / "disk").mkdir()
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("dir", str(tmp_path / "disk"))
+        client.config_set("save", "3600 1")
+        (tmp_path / "disk").rmdir()
+        client.bgsave()
+        await wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "Redis cannot save")
+        with pytest.raises(
+            BrokerUnavailable, match=r"cannot write to its disk \(Redis is configured to save .*gave up"
+        ):
+            await runs.create(record)
+        client.config_set("save", "")
+    await runs.create(record)
     await runs.close()
 
 
