@@ -105,12 +105,15 @@ class TrainerLoops:
         await self._resume()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ending_all(self.intake), name="intake")
-            await self._publish(self._books.first)
-            before = await self._evaluated_before()
-            self._admitter.open_up()
-            await self._steps()
-            await self._conclude(before)
-            self._end_all()
+            try:
+                await self._publish(self._books.first)
+                before = await self._evaluated_before()
+                self._admitter.open_up()
+                await self._steps()
+                await self._conclude(before)
+            finally:
+                # Also after an error: the group would wait for an intake whose cancellation got lost.
+                self._end_all()
 
     async def intake(self) -> None:
         """Takes groups from the broker, judges them, and wakes `train` and `admit`."""

@@ -13,6 +13,7 @@ Wait graph
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -34,10 +35,12 @@ from deploy.scaling import JOIN_S, Scaling, surplus
 from deploy.screen import PartView, RunView, Screen
 from deploy.silence import Silence
 from deploy.supervisor import Part, Supervisor
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, WeightError
 from headrace.service import Service
 from headrace.telemetry.journal import Journal
 from weightsync.arena import Arena
+
+log = logging.getLogger(__name__)
 
 NAME = "launcher"
 HEARTBEAT_S = 1.0
@@ -85,6 +88,8 @@ class Launcher:
         )
         self._supervisor: Supervisor | None = None
         self._started = time.monotonic()
+        # Without a folder for weights nothing can run: that is said before anything does.
+        self._arena = Arena()
         self._silence = Silence(plan.config)
         self._scalings: list[Scaling] = []
         self._answers: dict[str, str] = {}
@@ -113,7 +118,10 @@ class Launcher:
         """Whatever happened: no process is left, and no segment of theirs. Redis is its owner's to stop."""
         if self._supervisor is not None:
             self._supervisor.kill_all(spare=("redis",))
-        Arena().sweep(self._plan.folder.run_id)
+        try:
+            self._arena.sweep(self._plan.folder.run_id)
+        except WeightError as error:
+            log.warning("segments of this run may be left: %s", error)
         self._journal.close()
 
     async def _record(self, runs: Runs) -> None:

@@ -46,6 +46,8 @@ def up(wish: Wish) -> int:
 def _log_to(file: Path) -> None:
     handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    # On a full disk a line is lost; the terminal is not the place to say so by a traceback for each.
+    logging.raiseExceptions = False
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(logging.INFO)
 

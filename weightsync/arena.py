@@ -157,8 +157,11 @@ class Arena:
         return np.frombuffer(mapping, np.uint8, nbytes)
 
     def segments(self, run_id: str | None = None) -> list[SegmentName]:
-        """What lies here, of one run or of all, oldest version first."""
-        found = (SegmentName.parse(entry.name) for entry in self.folder.iterdir())
+        """What lies here, of one run or of all, oldest version first. Raises WeightError when the folder is gone."""
+        try:
+            found = [SegmentName.parse(entry.name) for entry in self.folder.iterdir()]
+        except OSError as error:
+            raise WeightError(f"weight segments in {self.folder} cannot be listed: {error.strerror}") from error
         return sorted(
             (name for name in found if name is not None and run_id in (None, name.run_id)),
             key=lambda name: (name.run_id, name.version),

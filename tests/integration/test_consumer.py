@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from broker.api import Hello, RunRecord
 from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA, Group, TaskDelivery, Trajectory, VersionSpan
 from headrace.config import BrokerConfig, Config
-from headrace.errors import CheckpointError, Fenced, Refused, ServiceError
+from headrace.errors import CheckpointError, Fenced, Refused, ServiceError, WeightError
 from headrace.policy.loading import model_digests
 from headrace.version import PolicyVersion
 from tests.support import wait_until as wait_until_within
@@ -109,12 +111,12 @@ class Trainers:
     """Starts trainer processes of one run; all are gone at the end."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        self._environment = {**os.environ, "HEADRACE_REDIS_URL": url, "HEADRACE_RUN": run_id, "OMP_NUM_THREADS": "1"}
+        self.environment = {**os.environ, "HEADRACE_REDIS_URL": url, "HEADRACE_RUN": run_id, "OMP_NUM_THREADS": "1"}
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *options: str, **more: Any) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "consumers", *options]
-        self.started.append(subprocess.Popen(command, env=self._environment, stderr=subprocess.PIPE, text=True, **more))
+        self.started.append(subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True, **more))
         return self.started[-1]
 
     async def end(self, process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> str:
@@ -333,6 +335,30 @@ async def test_a_checkpoint_without_room_is_tried_again_and_the_last_one_is_a_se
     assert failed == [1, 2, 3, 4, 5, 6]
     sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
     assert sheet.outstanding == 12, "what no checkpoint contains stays in the broker"
+
+
+@pytest.mark.parametrize("gone", ["room", "folder"])
+async def test_a_version_without_memory_ends_the_trainer_with_a_sentence(
+    gone: str, begin: Begin, trainers: Trainers, tmp_path: Path
+) -> None:
+    """Also while its intake waits for groups, and may lose its cancellation."""
+    _port, player, folder = await begin(
+        run={"steps": 1000}, evaluation={"prompts": 0}, checkpoint={"every": 1000}, trainer={"group_size": 2}
+    )
+    (tmp_path / "memory").mkdir()
+    trainers.environment["HEADRACE_SHM_DIR"] = str(tmp_path / "memory")
+    process = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
+    player.paused = True
+    if gone == "room":
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    else:
+        shutil.rmtree(tmp_path / "memory")
+    player.paused = False
+    stderr = await trainers.end(process)
+    assert process.returncode == WeightError.exit_code
+    assert "Traceback" not in stderr
+    assert f"weight segment{'' if gone == 'room' else 's'}" in stderr.splitlines()[-1]
 
 
 async def test_a_fenced_trainer_ends_with_a_sentence(begin: Begin, trainers: Trainers) -> None:

@@ -62,6 +62,15 @@ def test_what_an_environment_does_to_its_process_is_one_sentence(module: str, se
     assert project.processes() == []
 
 
+def test_weights_that_have_no_place_are_one_sentence(project: Project) -> None:
+    process = project.up(HEADRACE_SHM_DIR="/nowhere")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert err.startswith("headrace: HEADRACE_SHM_DIR = '/nowhere' cannot be written; set")
+    assert len(err.splitlines()) == 1
+    assert project.processes() == []
+
+
 def test_a_taken_port_is_one_sentence(project: Project) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
