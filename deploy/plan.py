@@ -49,8 +49,9 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
     `url` is a broker that must be there. Raises ConfigError, ModelError, EnvironmentLoadError, BrokerUnavailable,
     ServiceError.
     """
-    if wish.run_id:
+    if wish.run_id is not None:
         check_run_id(wish.run_id)
+    _check_working_folder()
     resolved = resolve(wish.file, environ, wish.overrides)
     runs = Path(resolved.config.run.folder).expanduser().absolute()
     changes: tuple[str, ...] = ()
@@ -69,6 +70,13 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
     write_json(folder.config_file, config.model_dump(mode="json"))
     write_json(folder.facts_file, asdict(facts))
     return Plan(config, folder, facts, wish.resume, changes)
+
+
+def _check_working_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError(f"the working folder cannot be used ({error.strerror}); change to another one") from None
 
 
 async def _reach(url: str, config: BrokerConfig) -> None:

@@ -2,6 +2,8 @@
 
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,28 @@ def test_what_an_environment_does_to_its_process_is_one_sentence(module: str, se
     assert sentence in err
     assert len(err.splitlines()) == 1
     assert project.processes() == []
+
+
+def test_a_working_folder_that_is_gone_is_one_sentence(project: Project) -> None:
+    (project.folder / "gone").mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); from deploy.cli import main; sys.argv[1:] = ['up']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=project.folder / "gone",
+        env=project.environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("headrace: the working folder cannot be used (No such file or directory)")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_empty_run_id_is_refused(project: Project) -> None:
+    """A variable that is not set would otherwise begin another run."""
+    done = project.headrace("up", "--run", "")
+    assert (done.returncode, done.stderr[:27]) == (2, "headrace: run id '' is not ")
 
 
 def test_weights_that_have_no_place_are_one_sentence(project: Project) -> None:
