@@ -329,7 +329,7 @@ async def test_a_checkpoint_without_room_is_tried_again_and_the_last_one_is_a_se
     process = trainers.start()
     stderr = await trainers.end(process)
     assert process.returncode == CheckpointError.exit_code
-    assert "trainer: checkpoint" in stderr
+    assert f"-{process.pid}: checkpoint " in stderr
     assert "cannot be written: " in stderr
     failed = [event["step"] for event in events(folder) if event["event"] == "checkpoint_failed"]
     assert failed == [1, 2, 3, 4, 5, 6]
