@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from consumers.batch import Batch
 from consumers.evaluation import Result, paired
 from consumers.lag import histogram
 from consumers.trainer import StepResult
-from headrace.errors import ServiceError
+from headrace.files import write_json
 from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane, idle_fraction
@@ -144,10 +143,7 @@ class Progress:
             "examples": paired(before, after),
             "export": str(exported),
         }
-        try:
-            self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ServiceError(f"summary {self._summary} cannot be written: {error.strerror}") from error
+        write_json(self._summary, summary)
 
     def close(self) -> None:
         self._steps.close()

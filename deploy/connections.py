@@ -24,7 +24,9 @@ def runs_folder() -> Path:
 
 
 def named(run: str | None) -> str | None:
-    """The run that was asked for, by option or environment."""
+    """The run that was asked for, by option or environment. Raises ConfigError for an option that names none."""
+    if run == "":
+        raise ConfigError("--run '' names no run; leave it out for the newest live one")
     run = run or os.environ.get(NAME_OF_RUN) or None
     return check_run_id(run) if run else None
 

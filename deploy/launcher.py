@@ -30,12 +30,12 @@ from deploy.progress import Follower, newest_step, step_line
 from deploy.redis_server import RedisServer
 from deploy.report import sheet_fields
 from deploy.restarts import LIMITS
-from deploy.run_folder import write_json
 from deploy.scaling import JOIN_S, Scaling, surplus
 from deploy.screen import PartView, RunView, Screen
 from deploy.silence import Silence
 from deploy.supervisor import Part, Supervisor
 from headrace.errors import BrokerError, WeightError
+from headrace.files import write_json
 from headrace.service import Service
 from headrace.telemetry.journal import Journal
 from weightsync.arena import Arena

@@ -43,9 +43,10 @@ class Services:
         number = self.made.get(role, 0) + 1
         self.made[role] = number
         name = f"{role}-{number}" if role == "producer" else role
-        return Part.of(name, role, self._command(name, role))
+        return Part.of(name, role, self.command(name, role))
 
-    def _command(self, name: str, role: Role) -> Callable[[bool], Command]:
+    def command(self, name: str, role: Role) -> Callable[[bool], Command]:
+        """What starts the part that was made last of this role; called with whether it is started again."""
         threads = self._threads(role)
         port = self._port(role)
         cores = self.cores.take(name, threads) if role != "weights" else None
@@ -72,7 +73,12 @@ class Services:
         return {"producer": self.config.producer.threads, "trainer": self.config.trainer.threads}.get(role, 1)
 
     def _port(self, role: Role) -> int:
-        """Trainer, weight service, then producers take the ports from `telemetry.port` on; 0 is any free one."""
+        """Trainer, weight service, then the configured producers take the ports from `telemetry.port` on.
+
+        Those were seen to be free before the start; producers that are added later take any free one (0).
+        """
         first = self.config.telemetry.port
+        if role == "producer" and self.made[role] > self.config.producer.count:
+            return 0
         offset = {"trainer": 0, "weights": 1}.get(role, 1 + self.made[role])
         return first + offset if first else 0

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from broker.connect import MEMORY, connect_runs
 from deploy.inspection import Facts, inspect
-from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id, write_json
+from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id
 from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
 from headrace.errors import ConfigError, ServiceError
+from headrace.files import write_json
 
 MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port"})
 """Keys that `--resume` may give another value: no step that was made depends on them."""

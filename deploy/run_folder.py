@@ -139,16 +139,6 @@ def write_private(file: Path, text: str) -> None:
         raise ServiceError(f"{file} cannot be written: {error.strerror}") from error
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Replace a JSON file whole: a reader sees the old or the new one. Raises ServiceError on a full disk."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        raise ServiceError(f"{file} cannot be written: {error.strerror}") from error
-
-
 def new_run_id(runs: Path, now: datetime) -> str:
     """A readable id from the time, as 20260131-154502, with a number where that second has one already."""
     base = now.strftime("%Y%m%d-%H%M%S")

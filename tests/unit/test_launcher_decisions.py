@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.connections import named
 from deploy.cores import Cores
+from deploy.parts import Services
 from deploy.plan import MAY_CHANGE, localized, merged
 from deploy.restarts import LIMITS, Death, GiveUp, Restart, RestartLimits, decide
 from deploy.run_folder import RunFolder, check_run_id, new_run_id
@@ -204,3 +206,24 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     folder.summary_file.write_text("{")
     with pytest.raises(ServiceError, match=r"summary\.json cannot be read"):
         folder.read_json(folder.summary_file)
+
+
+def test_only_the_configured_producers_have_ports_that_were_seen_free(tmp_path: Path) -> None:
+    config = Config.model_validate({"telemetry": {"port": 9100}, "producer": {"count": 2}})
+    services = Services(config, RunFolder(tmp_path / "r1"), "redis://h", Cores([]), resume=False)
+    ports = {}
+    for role in ("weights", "trainer", "producer", "producer", "producer"):
+        name = services.part(role).name
+        ports[name] = services.command(name, role)(False).env["HEADRACE_METRICS_PORT"]
+    assert ports == {
+        "trainer": "9100",
+        "weights": "9101",
+        "producer-1": "9102",
+        "producer-2": "9103",
+        "producer-3": "0",
+    }
+
+
+def test_an_empty_run_is_not_the_newest_one() -> None:
+    with pytest.raises(ConfigError, match="--run '' names no run"):
+        named("")

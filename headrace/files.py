@@ -1,0 +1,20 @@
+"""Files that a reader sees whole, old or new, whatever happens to the writer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ServiceError
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Replace a JSON file whole: a reader sees the old or the new one. Raises ServiceError on a full disk."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise ServiceError(f"{file} cannot be written: {error.strerror}") from error
