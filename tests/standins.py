@@ -147,10 +147,9 @@ class Project:
         return run
 
     def events(self) -> list[dict[str, Any]]:
-        file = self.run / "launcher.jsonl" if (self.folder / "runs").exists() else None
-        if file is None or not file.exists():
-            return []
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        """Of the run; none before the launcher has begun its journal."""
+        files = (self.folder / "runs").glob("*/launcher.jsonl")
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
     def happened(self, part: str, event: str) -> int:
         return sum(line["part"] == part and line["event"] == event for line in self.events())
