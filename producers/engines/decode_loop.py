@@ -221,7 +221,7 @@ class DecodeLoop:
     def _step(self, plan: StepPlan) -> None:
         if plan.empty:
             return
-        self._lane.enter("prefill" if plan.chunks or plan.copies else "decode")
+        self._lane.enter(plan.phase)
         start = time.perf_counter()
         assert self._version is not None
         for slot in plan.begins:

@@ -93,6 +93,13 @@ class StepPlan:
     def empty(self) -> bool:
         return not self.decode and not self.chunks
 
+    @property
+    def phase(self) -> str:
+        """What the step is in the books: "prefill" where nothing decodes, "mixed" where prompts ride along."""
+        if not self.decode:
+            return "prefill"
+        return "mixed" if self.chunks else "decode"
+
 
 def plan_step(slots: Listed[Sequence | None], version: PolicyVersion, budget: int) -> StepPlan:
     """What the next step computes: one token for each slot that decodes, and up to `budget` prompt tokens.

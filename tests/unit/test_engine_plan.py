@@ -36,7 +36,10 @@ def test_decoding_slots_decode_and_prompts_share_the_budget_in_order_of_arrival(
     assert plan.decode == (1,)
     assert plan.chunks == (Chunk(3, 0, 6), Chunk(0, 0, 2))
     assert plan.begins == (3, 0)
+    assert plan.phase == "mixed"
     assert plan_step([slots[0]], V1, budget=0).empty
+    assert plan_step([slots[0]], V1, budget=8).phase == "prefill"
+    assert plan_step([slots[1]], V1, budget=8).phase == "decode"
 
 
 def test_a_prompt_goes_on_where_it_was_cut() -> None:
