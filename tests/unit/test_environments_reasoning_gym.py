@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import subprocess
 import sys
 
@@ -11,9 +12,12 @@ from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Environment, Rollout
 from producers.environments.registry import build_environment
 
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="`make reasoning-gym` installs what this needs"
+)
+
 
 def gym(**options: object) -> Environment:
-    pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym", exc_type=ImportError)
     return build_environment(EnvironmentConfig(name="reasoning_gym", options=options))
 
 
@@ -21,6 +25,7 @@ def rollout(completion: str, answer: object) -> Rollout:
     return Rollout("reasoning_gym", 0, "", completion, (), answer, "stop")
 
 
+@installed
 def test_questions_are_scored_by_their_dataset() -> None:
     environment = gym(dataset="chain_sum", size=20, eval_size=5, min_digits=1, max_digits=1)
     episode = environment.episode("train", 3, 0)
@@ -32,6 +37,7 @@ def test_questions_are_scored_by_their_dataset() -> None:
     assert asyncio.run(environment.score(rollout("1000000", episode.answer))) < 1.0
 
 
+@installed
 def test_the_answer_may_stand_in_a_tag() -> None:
     environment = gym(dataset="chain_sum", size=5, answer_tag="answer", prompt="{question} Use <answer> tags.")
     answer = environment.episode("train", 0, 0).answer
@@ -39,6 +45,7 @@ def test_the_answer_may_stand_in_a_tag() -> None:
     assert not environment.correct(rollout(str(answer["answer"]), answer))
 
 
+@installed
 def test_no_eval_question_stands_in_training() -> None:
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     environment = gym(dataset="chain_sum", size=60, eval_size=60, **options)
@@ -49,12 +56,14 @@ def test_no_eval_question_stands_in_training() -> None:
     assert not train & set(held_out)
 
 
+@installed
 def test_an_eval_split_without_a_question_of_its_own_is_refused() -> None:
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(EnvironmentLoadError, match="stands in training too"):
         gym(dataset="chain_sum", size=5000, eval_size=3, **options).eval_size()
 
 
+@installed
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -91,7 +100,7 @@ def test_a_missing_package_is_one_sentence() -> None:
     assert "pip install 'headrace[reasoning-gym]'" in run(blocked("reasoning_gym"), "chain_sum")
 
 
+@installed
 def test_it_works_without_the_compiled_requirement() -> None:
-    pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym", exc_type=ImportError)
     assert run(blocked("pycosat"), "chain_sum") == "7"
     assert "needs pycosat" in run(blocked("pycosat"), "zebra_puzzles")
