@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-# The build of torch without CUDA; for a GPU: make TORCH=torch==2.13.0 (several GB).
+# The build of torch without CUDA; for a GPU: make clean setup TORCH=torch==2.13.0 (several GB).
 TORCH  ?= torch==2.13.0+cpu
 # Asked only when pip does not find that build elsewhere.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu

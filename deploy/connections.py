@@ -45,6 +45,8 @@ def local_connection(run: str | None) -> Connection:
         folder = local_run(run)
         connection = folder.connection()
         if connection is None or not folder.live:
+            if folder.summary_file.exists():
+                raise ConfigError(f"run {run} has finished; its results are in {folder.path}")
             raise ConfigError(f"run {run} is not running; `headrace up --resume --run {run}` goes on with it")
         return connection
     runs = runs_folder()

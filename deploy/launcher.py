@@ -94,6 +94,7 @@ class Launcher:
         self._scalings: list[Scaling] = []
         self._answers: dict[str, str] = {}
         self._peers: list[Peer] = []
+        self._follower = Follower(plan.folder.steps_file, from_end=plan.resume)
         self._step = newest_step(plan.folder.steps_file) or 0
         self._state = "starting"
         self._told_to_stop = ""
@@ -220,14 +221,16 @@ class Launcher:
             stopped = await self._service.sleep(HEARTBEAT_S)
 
     async def _watch(self) -> None:
-        follower = Follower(self._plan.folder.steps_file, from_end=self._plan.resume)
         stopped = False
         while not stopped:
             stopped = await self._service.sleep(REDRAW_S)
-            for fields in follower.read():
-                self._step = int(fields.get("step", self._step))
-                self._screen.line(step_line(fields, self._plan.config.run.steps))
+            self._show_steps()
             self._screen.show(self._view())
+
+    def _show_steps(self) -> None:
+        for fields in self._follower.read():
+            self._step = int(fields.get("step", self._step))
+            self._screen.line(step_line(fields, self._plan.config.run.steps))
 
     # -- orders
 
@@ -348,6 +351,8 @@ class Launcher:
             self._supervisor.stop(("trainer",), trainer_s),
         ):
             self.outcome.killed += late
+        # A trainer that was told to leave finishes its step first.
+        self._show_steps()
         self.outcome.killed += await self._supervisor.stop(("weights",), WEIGHTS_S)
 
     async def _note_failure(self, errors: BaseExceptionGroup[BaseException]) -> None:

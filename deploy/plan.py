@@ -59,6 +59,7 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
     if wish.resume:
         folder = _resumable(wish, runs)
         config, changes = merged(folder.read_json(folder.config_file) or {}, resolved)
+        _check_unfinished(folder, config)
     else:
         folder = _fresh(wish, runs, now)
         config = localized(resolved.config)
@@ -111,6 +112,16 @@ def _resumable(wish: Wish, runs: Path) -> RunFolder:
     if not known:
         raise ConfigError(f"there is no run in {runs} to resume")
     return known[-1]
+
+
+def _check_unfinished(folder: RunFolder, config: Config) -> None:
+    """A finished run with nothing left to do keeps its results. Raises ConfigError."""
+    made = (folder.read_json(folder.summary_file) or {}).get("steps", 0)
+    if made >= config.run.steps:
+        raise ConfigError(
+            f"run {folder.run_id} has made all its {made} steps, see {folder.summary_file}; "
+            f"`--steps N` with a larger N makes more"
+        )
 
 
 def merged(stored: dict[str, Any], resolved: Resolved) -> tuple[Config, tuple[str, ...]]:

@@ -107,8 +107,11 @@ def main(name: str, start: Callable[[Service], Awaitable[None]], *, drain_s: flo
     async def serve() -> None:
         service = Service(name, drain_s=drain_s)
         _install_signals(service)
-        await start(service)
-        await service.run()
+        try:
+            await start(service)
+            await service.run()
+        finally:
+            _ignore_signals()
 
     serving = serve()
     try:
@@ -135,3 +138,14 @@ def _install_signals(service: Service) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+
+
+def _ignore_signals() -> None:
+    """A process that has ended its loops is leaving: being told so once more must not make that look like a death.
+
+    With a handler in place it would: Python restores the default action while it shuts down.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)

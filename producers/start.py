@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from contextlib import AsyncExitStack
@@ -30,6 +31,8 @@ from producers.rewards.scorer import Scorer
 from producers.rollout import Player
 from weightsync.receiver import Commit, Receiver
 
+log = logging.getLogger(__name__)
+
 MODELLESS = ("scripted",)
 """Engines that need no model: their tokens are bytes, and the run's digests are taken as they are."""
 
@@ -45,6 +48,7 @@ async def start(service: Service, told: Invocation) -> Producer:
         producer = await _assemble(service, told, record, config, port, stack)
         producer.on_close = stack.pop_all().aclose
     producer.add_loops()
+    log.info("joined run %s as %s; waits for the first weights", told.run_id, told.name)
     return producer
 
 

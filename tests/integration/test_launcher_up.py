@@ -26,6 +26,18 @@ def test_a_run_goes_to_its_end(project: Project) -> None:
     assert [(row["state"], row["step"]) for row in listed] == [("finished", 4)]
 
 
+def test_a_finished_run_keeps_its_results(project: Project) -> None:
+    project.up().communicate(timeout=100)
+    name, summary = project.run.name, (project.run / "summary.json").read_bytes()
+    again = project.up("--resume")
+    _, err = again.communicate(timeout=100)
+    assert again.returncode == 2
+    assert f"run {name} has made all its 4 steps" in err
+    assert "`--steps N` with a larger N makes more" in err
+    assert (project.run / "summary.json").read_bytes() == summary
+    assert f"run {name} has finished; its results are in" in project.headrace("status", "--run", name).stderr
+
+
 def test_no_secret_is_shown(project: Project) -> None:
     project.hold()
     process = project.up()

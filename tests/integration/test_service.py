@@ -11,7 +11,7 @@ import pytest
 
 Launch = Callable[..., subprocess.Popen[str]]
 PRELUDE = """
-import asyncio, sys
+import asyncio, atexit, signal, sys
 from headrace.errors import BrokerUnavailable
 from headrace.service import Service, main
 
@@ -23,6 +23,8 @@ async def start(service):
     async def stuck():
         print("ready", flush=True)
         await asyncio.Event().wait()
+    async def lingers():
+        atexit.register(lambda: print(signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)))
     async def fails():
         raise BrokerUnavailable("Redis at 127.0.0.1:1 cannot be reached")
     async def fails_inside():
@@ -54,7 +56,14 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         command = [sys.executable, str(script), *loops]
         environment = {"PYTHONPATH": str(Path.cwd())}
         started.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
         )
         return started[-1]
 
@@ -71,6 +80,14 @@ def test_sigterm_drains(launch: Launch) -> None:
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
     assert (out, err, process.returncode) == ("drained\n", "", 0)
+
+
+def test_a_signal_to_a_process_that_is_leaving_is_no_death(launch: Launch) -> None:
+    """Python gives back the default action, which is death, to signals with a handler of its own at the very end."""
+    process = launch("lingers")
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == ("1 1\n", "", 0)
+    assert signal.SIG_IGN == 1
 
 
 def test_a_loop_that_does_not_drain_is_cancelled(launch: Launch) -> None:
