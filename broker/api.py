@@ -51,6 +51,8 @@ class RunState:
     incarnation: int = 0
     step: int = 0
     """Newest trainer step."""
+    cursor: int = 0
+    """Number of the next training task, as the trainer said it with its newest admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,34 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
+class Reign:
+    """The steps of one incarnation: which versions there ever were, and where histories forked."""
+
+    first: int
+    """Step of its first published version: where it went on from."""
+    newest: int
+    """Step of its newest published version."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """An entry that nobody could use, as stream `dead` keeps it."""
+
+    letter_id: str
+    source: Literal["tasks", "groups"]
+    task_id: str
+    attempt: str
+    kind: str
+    reason: str
+    sha256: str
+    """Of the whole body."""
+    length: int
+    """Of the whole body, in bytes."""
+    body: bytes
+    """At most `bounds.MAX_DEAD_BYTES` of it; empty where only the list was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueueDepths:
     tasks_waiting: int
     """Admitted and not yet taken by a producer."""
@@ -145,6 +175,10 @@ class ServicePort(Protocol):
 
     async def order(self, order: Order) -> None: ...
 
+    def hasten(self) -> None:
+        """The service is leaving: from now on a broker that is away is given up after `connect_timeout_s`."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -181,14 +215,29 @@ class TrainerPort(ServicePort, Protocol):
         """
         ...
 
-    async def admit(self, fence: Fence, tasks: list[Task]) -> None: ...
+    async def admit(self, fence: Fence, tasks: list[Task], cursor: int | None = None) -> None:
+        """Tasks that are outstanding already are left out. `cursor` is kept in the run's state."""
+        ...
+
+    async def reigns(self) -> dict[int, Reign]:
+        """Incarnations to their published steps, the newest `bounds.MAX_REIGNS` of them."""
+        ...
+
+    @property
+    def mended(self) -> int:
+        """How often this port has seen Redis come back (restarted or emptied) and put right what it had lost.
+
+        Tasks that had vanished are counted as lost and admitted anew by then. Each time the trainer should take a
+        checkpoint, since the step log may lack its end, and publish its newest version again.
+        """
+        ...
 
     async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
-        """New groups, validated.
+        """New groups, validated; each is the one group that its task waits for.
 
-        What is invalid (or a task that was delivered too often) is already in `dead` and settled. Where it was the
-        only group of its task, it comes as a group with `error` and no trajectories, so that the task's slot is
-        seen to be free; settling it again changes nothing.
+        What is invalid (or a task that was delivered too often, or a group that no task waits for) is already in
+        `dead` and settled. Where it was the only group of its task, it comes with outcome "dead" and no trajectories,
+        so that the task's slot is seen to be free; settling it again changes nothing.
         """
         ...
 
@@ -201,9 +250,10 @@ class TrainerPort(ServicePort, Protocol):
     async def steps_after(self, step: int) -> list[StepRecord]: ...
 
     async def settle(self, fence: Fence, kind: TaskKind, entries: list[StepEntry]) -> None:
-        """Acknowledge and delete these groups and count their verdicts. Each task counts once, however often asked.
+        """Acknowledge and delete these groups, close their tasks and count the verdicts.
 
-        An empty entry id stands for whatever the task is now: a task that waits, or its group.
+        A task counts once, however often asked. Whatever entry it has now goes too: with an empty entry id a task
+        that waits, or the second group of one whose first was lost by Redis.
         """
         ...
 
@@ -256,6 +306,26 @@ class OperatorPort(ServicePort, Protocol):
 
         `after` is "" from the oldest that is left, "$" for only new ones at the first call, else the last cursor.
         """
+        ...
+
+
+    async def dead(self, after: str, count: int) -> list[DeadLetter]:
+        """At most `count` letters after the id, the oldest first ("" from the beginning), without bodies."""
+        ...
+
+    async def dead_letter(self, letter_id: str) -> DeadLetter:
+        """One with its body. Raises Refused for an id that is not there."""
+        ...
+
+    async def replay_dead(self, letter_id: str) -> None:
+        """Put it back as it was, as a task that is admitted anew; it leaves `dead`.
+
+        Raises Refused when it is not there, was cut at `bounds.MAX_DEAD_BYTES`, or its task is outstanding again.
+        """
+        ...
+
+    async def drop_dead(self, letter_ids: list[str]) -> int:
+        """Forget these; returns how many there were."""
         ...
 
 

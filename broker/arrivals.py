@@ -51,7 +51,8 @@ class Arrival:
             index=0,
             producer=self.producer,
             trajectories=(),
-            error=f"dead: {reason}",
+            outcome="dead",
+            error=reason,
         )
 
 

@@ -20,3 +20,5 @@ MAX_REASONS = 512
 """Fields of a balance sheet; further reasons are counted together."""
 SILENT_MS = 600_000
 """A service that fell silent is still shown this long."""
+MAX_REIGNS = 256
+"""Incarnations whose steps are remembered."""

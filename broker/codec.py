@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _ID_DTYPES = ("<u1", "<u2", "<u4", "<i4")
 _KINDS = ("train", "eval")
+_OUTCOMES = ("played", "failed", "stale")
 _VERDICTS = ("trained", "stale", "filtered", "failed", "dead", "superseded", "lost", "evaluated")
 
 
@@ -74,7 +75,9 @@ def encode_group(group: Group, vocab_size: int) -> bytes:
             "index": flat.index,
             "producer": flat.producer,
             "failures": list(flat.failures),
+            "outcome": flat.outcome,
             "error": flat.error,
+            "stopped": list(flat.stopped_N),
             "seconds": flat.seconds,
             "dtype": dtype,
             "ids": flat.token_ids_T.astype(dtype).tobytes(),
@@ -105,7 +108,9 @@ def decode_flat(body: bytes) -> FlatGroup:
         index=_int(fields, "index"),
         producer=_text(fields, "producer"),
         failures=tuple(_texts(fields, "failures")),
+        outcome=_choice(fields, "outcome", _OUTCOMES),
         error=_text(fields, "error"),
+        stopped_N=tuple(_numbers(fields, "stopped")),
         seconds=_seconds(fields),
         # A u4 beyond int32 turns negative here, and is then outside every vocabulary.
         token_ids_T=_array(fields, "ids", dtype).astype(np.int32),
@@ -209,8 +214,12 @@ def _texts(fields: dict[str, Any], name: str) -> list[str]:
     return _each(fields, name, lambda value: isinstance(value, str))
 
 
+def _numbers(fields: dict[str, Any], name: str) -> list[int]:
+    return _each(fields, name, lambda value: isinstance(value, int) and not isinstance(value, bool))
+
+
 def _ints(fields: dict[str, Any], name: str, count: int) -> list[int]:
-    values = _each(fields, name, lambda value: isinstance(value, int) and not isinstance(value, bool))
+    values = _numbers(fields, name)
     if len(values) != count:
         raise WireError(f"body: field {name!r} holds {len(values)} numbers, not {count}")
     return values

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from broker.messages import Bool, FinishReason, Float32, Group, Int32, KvState, TaskKind, Trajectory, VersionSpan
+from broker.messages import Bool, FinishReason, Float32, Group, Int32, KvState, Outcome, TaskKind, Trajectory, VersionSpan
 from headrace.errors import WireError
 from headrace.version import PolicyVersion
 
@@ -36,7 +36,9 @@ class FlatGroup:
     index: int
     producer: str
     failures: tuple[str, ...]
+    outcome: Outcome
     error: str
+    stopped_N: tuple[int, ...]
     seconds: dict[str, float]
     lengths_N: Int64
     token_ids_T: Int32
@@ -79,7 +81,9 @@ def flatten(group: Group) -> FlatGroup:
         index=group.index,
         producer=group.producer,
         failures=group.failures,
+        outcome=group.outcome,
         error=group.error,
+        stopped_N=group.stopped_N,
         seconds=group.seconds,
         lengths_N=np.array([len(member.token_ids_T) for member in members], np.int64),
         token_ids_T=_joined([member.token_ids_T for member in members], np.int32),
@@ -126,7 +130,9 @@ def unflatten(flat: FlatGroup) -> Group:
         producer=flat.producer,
         trajectories=trajectories,
         failures=flat.failures,
+        outcome=flat.outcome,
         error=flat.error,
+        stopped_N=flat.stopped_N,
         seconds=flat.seconds,
     )
 

@@ -63,6 +63,7 @@ def judge(taken: Taken, producer: str, max_deliveries: int, now_ms: float) -> Ta
         index=task.index,
         producer=producer,
         trajectories=(),
+        outcome="failed",
         error="the deadline passed before a producer had a free slot",
     )
     return Expired(delivery, group)

@@ -10,12 +10,14 @@ import numpy.typing as npt
 
 from headrace.version import PolicyVersion
 
-SCHEMA = 1
+SCHEMA = 2
 """Schema number of the wire. A process that speaks another one is refused."""
 
 TaskKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 KvState = Literal["kept", "fresh"]
+Outcome = Literal["played", "failed", "stale", "dead"]
+"""What became of a group on its way to the trainer; "dead" is said by the broker alone."""
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -92,8 +94,11 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     failures: tuple[str, ...] = ()
     """A reason per member that failed; a failed rollout is never a sample with reward 0."""
+    outcome: Outcome = "played"
+    """All but "played" have a reason in `error`, and no trajectories."""
     error: str = ""
-    """Set when the whole group failed by rule; `trajectories` is then empty."""
+    stopped_N: tuple[int, ...] = ()
+    """Of a stale group: sampled tokens of each member when it was stopped."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Where its time went on the producer: "queue", "decode", "score", "total"."""
 

@@ -54,10 +54,14 @@ def _check_counts(flat: FlatGroup, limits: Limits) -> str | None:
         return f"{members} trajectories in a group of {most}"
     if most is not None and len(flat.failures) > most:
         return f"{len(flat.failures)} failures in a group of {most}"
-    if flat.error and members:
-        return f"a failed group with {members} trajectories"
-    if not flat.error and not members:
-        return "no trajectories, and no error that says why"
+    if most is not None and len(flat.stopped_N) > most:
+        return f"{len(flat.stopped_N)} stopped rollouts in a group of {most}"
+    if flat.outcome != "played" and members:
+        return f"a {flat.outcome} group with {members} trajectories"
+    if flat.outcome == "played" and not members:
+        return "no trajectories, and no outcome that says why"
+    if (flat.outcome == "played") == bool(flat.error):
+        return f"a {flat.outcome} group with {'an' if flat.error else 'no'} error"
     columns = (
         ("rewards", flat.rewards_N),
         ("finish reasons", flat.finish_N),

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from broker.messages import Group, GroupDelivery, StepEntry, Verdict
 
-DEAD = "dead: "
-"""How the error of a group begins that the broker has put into `dead`, and counted, already."""
 MAX_REASON = 200
 """Characters of a reason that are kept: reasons are counted by text in the balance sheet."""
 
@@ -48,8 +46,8 @@ def judge(group: Group, seen: SeenTasks) -> tuple[Verdict, str] | None:
     if group.task_id in seen:
         return "superseded", "a group of this task was here before"
     seen.add(group.task_id)
-    if group.error:
-        return ("dead" if group.error.startswith(DEAD) else "failed"), group.error.removeprefix(DEAD)[:MAX_REASON]
+    if group.outcome != "played":
+        return group.outcome, group.error[:MAX_REASON]
     if not group.trajectories:
         reason = group.failures[0] if group.failures else "the group is empty"
         return "failed", reason[:MAX_REASON]

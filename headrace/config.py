@@ -75,6 +75,16 @@ class EnvironmentConfig(Section):
     """Passed to the environment's constructor as keywords."""
     reward: PathText = ""
     """A reward by name; empty is the environment's own."""
+    label: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    """What tasks, metrics and `evaluation.environment` call it; empty is its name. One name may stand twice so."""
+    weight: float = Field(1.0, ge=0, le=LARGEST_FACTOR)
+    """Its share of the training prompts, relative to the weights of the others."""
+    min_share: float = Field(0.0, ge=0, le=1)
+    """It has at least this share of the training prompts, whatever the weights."""
+
+    @property
+    def called(self) -> str:
+        return self.label or self.name
 
 
 class SamplingConfig(Section):
@@ -125,11 +135,20 @@ class TrainerConfig(Section):
     """Tokens of one microbatch, shared prompts counted once."""
     autocast: Literal["auto", "bfloat16", "off"] = "auto"
     threads: Threads = 1
+    without_producers: Literal["wait", "end"] = "wait"
+    """Whether a run that no producer plays for waits for one, or ends as failed."""
+    without_producers_s: float = Field(600.0, gt=0, le=WEEK_S)
+    """Until it ends; a run that waits says so all the time."""
 
 
 class StalenessConfig(Section):
     max_lag: int = Field(4, ge=0, le=1024)
-    """A group whose oldest token is more steps behind is not trained on."""
+    """A token that is more steps behind is not trained on."""
+    stale: Literal["drop", "mask"] = "drop"
+    """"drop": a group with a token that is too old goes as a whole, and producers stop rollouts that would; "mask": only
+    its too-old tokens leave the loss."""
+    requeue: int = Field(1, ge=0, le=16)
+    """How often a prompt whose group was dropped as stale is asked again, before new ones."""
 
 
 class WeightsConfig(Section):
@@ -162,6 +181,10 @@ class BrokerConfig(Section):
     """A task that is not finished after this long fails."""
     max_deliveries: int = Field(4, ge=1, le=1000)
     """A task delivered more often is dead."""
+    outage_s: float = Field(300.0, gt=0, le=WEEK_S)
+    """How long a service that has reached Redis once waits for it to come back, or to have memory again."""
+    retain_bytes: int = Field(512 << 20, ge=1 << 20, le=1 << 44)
+    """Groups that the broker keeps until a checkpoint contains them, in bytes; near it a checkpoint is taken early."""
 
 
 class TelemetryConfig(Section):

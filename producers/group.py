@@ -104,6 +104,7 @@ def assemble(delivery: TaskDelivery, producer: str, members: Sequence[Member], m
         producer=producer,
         trajectories=good,
         failures=failures,
+        outcome="failed" if error else "played",
         error=error,
         seconds={
             "queue": max((member.queue_s for member in members), default=0.0),
@@ -116,7 +117,7 @@ def assemble(delivery: TaskDelivery, producer: str, members: Sequence[Member], m
 def failed_group(delivery: TaskDelivery, producer: str, error: str) -> Group:
     """A group that failed as a whole."""
     members = [Member(None, error)] * delivery.task.group_size
-    return replace(assemble(delivery, producer, members, 1), error=error)
+    return replace(assemble(delivery, producer, members, 1), outcome="failed", error=error)
 
 
 async def _member(stage: Stage, environment: Environment, task: Task, number: int, occupancy: Occupancy) -> Member:

@@ -92,7 +92,7 @@ class Player:
             "producer": "player",
         }
         if self.failing:
-            return Group(**common, trajectories=(), error="reward raised ValueError: no")
+            return Group(**common, trajectories=(), outcome="failed", error="reward raised ValueError: no")
         members = tuple(
             self._trajectory(np.random.default_rng([task.seed, i]), version) for i in range(task.group_size)
         )

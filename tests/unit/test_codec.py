@@ -58,6 +58,7 @@ def groups(draw: st.DrawFn) -> tuple[Group, int]:
         producer=draw(TEXT),
         trajectories=tuple(members),
         failures=tuple(draw(st.lists(TEXT, max_size=3))),
+        outcome="played" if members else "failed",
         error="" if members else "all members failed",
         seconds={"decode": draw(st.floats(0, 100))},
     )

@@ -35,7 +35,7 @@ def test_a_sound_group_has_no_reason(group: Group) -> None:
     assert (
         check_group(replace(group, trajectories=group.trajectories[:2], failures=("reward: timeout",)), LIMITS) is None
     )
-    assert check_group(replace(group, trajectories=(), error="all members failed"), LIMITS) is None
+    assert check_group(replace(group, trajectories=(), outcome="failed", error="all members failed"), LIMITS) is None
     assert check_group(group, Limits(100, {})) is None
 
 
@@ -119,7 +119,7 @@ def test_arrays_that_contradict_each_other_are_a_reason(flat: FlatGroup, change:
 def test_a_failed_group_that_carries_arrays_is_refused_before_they_are_unfolded(
     group: Group, change: dict[str, Any]
 ) -> None:
-    failed = flatten(replace(group, trajectories=(), error="all members failed"))
+    failed = flatten(replace(group, trajectories=(), outcome="failed", error="all members failed"))
     assert check_flat(failed, LIMITS) is None
     assert check_flat(replace(failed, **change), LIMITS) == "tokens, log-probs, mask or spans of no trajectory"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.messages import Group, GroupDelivery, Trajectory, VersionSpan
+from broker.messages import Group, GroupDelivery, Outcome, Trajectory, VersionSpan
 from consumers.batch import Batcher
 from consumers.ingest import SeenTasks, judge
 from consumers.lag import group_lag, histogram
@@ -28,8 +28,14 @@ def trajectory(*steps: int, reward: float = 1.0, masked: tuple[int, ...] = ()) -
     )
 
 
-def group(*trajectories: Trajectory, task_id: str = "t", error: str = "", failures: tuple[str, ...] = ()) -> Group:
-    return Group(task_id, 1, "train", "sums", 0, "p", trajectories, failures, error)
+def group(
+    *trajectories: Trajectory,
+    task_id: str = "t",
+    outcome: Outcome = "played",
+    error: str = "",
+    failures: tuple[str, ...] = (),
+) -> Group:
+    return Group(task_id, 1, "train", "sums", 0, "p", trajectories, failures, outcome, error)
 
 
 def delivery(number: int, *steps: int) -> GroupDelivery:
@@ -61,8 +67,8 @@ def test_histogram_counts_groups() -> None:
 @pytest.mark.parametrize(
     ("arrived", "verdict"),
     [
-        (group(error="reward raised ValueError: no"), ("failed", "reward raised ValueError: no")),
-        (group(error="dead: schema 2"), ("dead", "schema 2")),
+        (group(outcome="failed", error="reward raised ValueError: no"), ("failed", "reward raised ValueError: no")),
+        (group(outcome="dead", error="schema 2"), ("dead", "schema 2")),
         (group(failures=("deadline",)), ("failed", "deadline")),
         (group(), ("failed", "the group is empty")),
         (group(trajectory(1, reward=float("nan"))), ("failed", "a reward is not finite")),

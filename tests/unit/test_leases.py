@@ -60,7 +60,7 @@ def test_what_cannot_be_read_is_poison_at_its_first_delivery(change: dict[str, o
 @pytest.mark.parametrize("attempt", ["", "-1", "٣", "9" * 5000])
 def test_a_group_whose_attempt_is_no_count_still_frees_its_slot(attempt: str) -> None:
     stand_in = Arrival("5-0", "a", attempt, "train", "p0", b"").refused("no group")
-    assert (stand_in.task_id, stand_in.attempt, stand_in.error) == ("a", 0, "dead: no group")
+    assert (stand_in.task_id, stand_in.attempt, stand_in.error) == ("a", 0, "no group")
 
 
 RECORD = RunRecord("r", SCHEMA, {}, {"model": "a" * 64, "chat_template": ""}, vocab_size=100)
