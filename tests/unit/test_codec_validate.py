@@ -99,7 +99,10 @@ def test_a_logprob_may_round_to_a_little_above_zero(group: Group) -> None:
         ({"mask_runs_R": np.array([4, 6, 4, 6, 4, 7])}, "loss mask covers 31 tokens of 30"),
         ({"mask_runs_R": np.array([31, -1])}, "negative run"),
         ({"logprobs_M": np.zeros(17, np.float32)}, "17 log-probs for 18 sampled tokens"),
-        ({"error": "it failed"}, "failed group with 3 trajectories"),
+        ({"error": "it failed"}, "a played group with an error"),
+        ({"outcome": "failed"}, "a failed group with 3 trajectories"),
+        ({"outcome": "stale", "error": "lag 9"}, "a stale group with 3 trajectories"),
+        ({"stopped_N": (1, 2, 3, 4)}, "4 stopped rollouts in a group of 3"),
         ({"failures": ("a", "b", "c", "d")}, "4 failures in a group of 3"),
     ],
 )
@@ -135,4 +138,6 @@ def test_group_size_is_that_of_the_kind(group: Group) -> None:
 
 
 def test_nothing_at_all_is_a_reason(group: Group) -> None:
-    assert check_group(replace(group, trajectories=()), LIMITS) == "no trajectories, and no error that says why"
+    assert check_group(replace(group, trajectories=()), LIMITS) == "no trajectories, and no outcome that says why"
+    failed = replace(group, trajectories=(), outcome="failed")
+    assert check_group(failed, LIMITS) == "a failed group with no error"

@@ -138,9 +138,8 @@ def test_a_rollout_is_split_where_sampling_began() -> None:
 
 
 def test_what_failed_shows_its_reason_and_no_reward() -> None:
-    group = Group(
-        "t", 1, "train", "arithmetic", 3, "p", (), ("reward took 10 s", "reward took 10 s"), "too few members"
-    )
+    reasons = ("reward took 10 s", "reward took 10 s")
+    group = Group("t", 1, "train", "arithmetic", 3, "p", (), reasons, "failed", "too few members")
     (shown,) = rollouts_of(group, "producer-1", 6, Decoder(None))
     target = console()
     show(target, shown)
