@@ -30,6 +30,8 @@ app = typer.Typer(
 )
 runs_app = typer.Typer(help="List and delete runs.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
+dead_app = typer.Typer(help="Entries that nobody could use: see, replay or drop them.", no_args_is_help=True)
+app.add_typer(dead_app, name="dead")
 
 Result = TypeVar("Result")
 
@@ -39,6 +41,8 @@ SetOption = Annotated[
 ]
 RunOption = Annotated[str | None, typer.Option("--run", metavar="ID", help="Default: the newest live run here.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LettersArgument = Annotated[list[str] | None, typer.Argument(metavar="ID…", help="Ids of `headrace dead list`.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All that there are.")]
 
 
 @app.command()
@@ -165,6 +169,14 @@ def export(
     typer.echo(f"exported {export_newest(local_run(run), out)}")
 
 
+@app.command("scripts")
+def write_scripts(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made when it is not there.")]) -> None:
+    """Write the wire's Lua scripts, for a producer in another language (docs/wire-protocol.md)."""
+    from deploy.scripts import write_scripts as write
+
+    typer.echo(write(folder))
+
+
 @runs_app.command("list")
 def list_runs(as_json: JsonOption = False) -> None:
     """Runs of this folder, and of the broker that HEADRACE_REDIS_URL names."""
@@ -196,6 +208,82 @@ def delete_run(run_id: Annotated[str, typer.Argument(metavar="ID")]) -> None:
             return await delete(check_run_id(run_id), runs_folder(), broker)
 
     typer.echo(f"deleted {_wait(ask())}")
+
+
+@dead_app.command("list")
+def list_dead(run: RunOption = None, as_json: JsonOption = False) -> None:
+    """Dead letters, the oldest first."""
+    from rich.console import Console
+
+    from deploy.connections import open_operator
+    from deploy.dead import listed, table
+
+    async def ask() -> list[dict[str, Any]]:
+        async with open_operator(run) as (_, operator):
+            return await listed(operator)
+
+    found = _wait(ask())
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    elif found:
+        Console(highlight=False).print(table(found))
+    else:
+        typer.echo("no dead letters")
+
+
+@dead_app.command("show")
+def show_dead(
+    letter: Annotated[str, typer.Argument(metavar="ID", help="An id of `headrace dead list`.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the bytes that were kept there.")] = None,
+    run: RunOption = None,
+) -> None:
+    """All that is known of one letter, and its body as far as it can be read."""
+    from rich.console import Console
+
+    from broker.api import DeadLetter
+    from deploy.connections import open_operator
+    from deploy.dead import check_id, save, show
+
+    check_id(letter)
+
+    async def ask() -> tuple[DeadLetter, int]:
+        async with open_operator(run) as (_, operator):
+            return await operator.dead_letter(letter), await operator.now_ms()
+
+    found, now_ms = _wait(ask())
+    show(Console(soft_wrap=True, highlight=False), found, now_ms)
+    if output is not None:
+        typer.echo(save(found, output))
+
+
+@dead_app.command("replay")
+def replay_dead(letters: LettersArgument = None, everything: AllOption = False, run: RunOption = None) -> None:
+    """Put letters back as they were, as tasks that are admitted anew."""
+    from deploy.connections import open_operator
+    from deploy.dead import check_choice, chosen, replay
+
+    check_choice(letters, everything)
+
+    async def put_back() -> None:
+        async with open_operator(run) as (run_id, operator):
+            await replay(run_id, operator, await chosen(operator, letters, everything))
+
+    _wait(put_back())
+
+
+@dead_app.command("drop")
+def drop_dead(letters: LettersArgument = None, everything: AllOption = False, run: RunOption = None) -> None:
+    """Forget letters; their tasks were counted as dead, and stay so."""
+    from deploy.connections import open_operator
+    from deploy.dead import check_choice, chosen, drop
+
+    check_choice(letters, everything)
+
+    async def forget() -> str:
+        async with open_operator(run) as (run_id, operator):
+            return await drop(run_id, operator, await chosen(operator, letters, everything))
+
+    typer.echo(_wait(forget()))
 
 
 def main() -> None:

@@ -1,0 +1,84 @@
+"""A body of the wire as a person reads it: its fields where it is msgpack, else its first bytes in hex."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from broker.codec import decode_flat
+from broker.flat import FlatGroup
+from headrace.errors import WireError
+
+SHOWN_BYTES = 256
+"""Of a body that cannot be read."""
+ROW = 16
+LONGEST_VALUE = 200
+
+
+def describe(source: str, body: bytes) -> list[str]:
+    """Its fields, one line each, and what its numbers are like; empty for what is not msgpack."""
+    try:
+        message = msgpack.unpackb(body, strict_map_key=False)
+    # Besides its own errors, msgpack raises what Python does for text that is not UTF-8, or keys that cannot be.
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        return []
+    lines = list(_fields(message))
+    if source == "groups":
+        try:
+            lines += _figures(decode_flat(body))
+        except WireError as error:
+            lines.append(printable(str(error)))
+    return lines
+
+
+def hex_lines(body: bytes) -> list[str]:
+    """The first bytes, as `hexdump -C` shows them."""
+    shown = body[:SHOWN_BYTES]
+    lines = []
+    for start in range(0, len(shown), ROW):
+        row = shown[start : start + ROW]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{start:08x}  {row.hex(' '):{3 * ROW - 1}}  |{text}|")
+    if len(body) > len(shown):
+        lines.append(f"… {len(body) - len(shown):,} more bytes; --output FILE writes all that were kept")
+    return lines
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin without anything that a terminal would obey."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _fields(message: Any) -> Iterator[str]:
+    if isinstance(message, list) and len(message) == 2 and isinstance(message[1], dict):
+        yield f"schema {_value(message[0])}"
+        for name, value in message[1].items():
+            yield f"{printable(str(name))[:40]:12} {_value(value)}"
+    else:
+        yield _value(message)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    text = printable(repr(value) if not isinstance(value, str) else value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+def _figures(flat: FlatGroup) -> Iterator[str]:
+    """Ranges of the arrays: where a number is not what it should be, it is seen here."""
+    lengths = ", ".join(str(length) for length in flat.lengths_N[:16].tolist())
+    yield f"{len(flat.lengths_N)} trajectories of {lengths or 'no'} tokens"
+    for name, array in (("token ids", flat.token_ids_T), ("log-probs", flat.logprobs_M), ("rewards", flat.rewards_N)):
+        if len(array):
+            yield f"{len(array):,} {name} from {array.min():.6g} to {array.max():.6g}"
+    if not np.isfinite(flat.logprobs_M).all():
+        place = int(np.flatnonzero(~np.isfinite(flat.logprobs_M))[0])
+        yield f"log-prob number {place} is {flat.logprobs_M[place]}"
+    versions = sorted({(int(row[2]), int(row[3])) for row in flat.spans_S5})
+    if versions:
+        shown = ", ".join(f"{incarnation}.{step}" for incarnation, step in versions[:16])
+        yield f"sampled by versions {shown}"
