@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured claim. It holds when `ratio` (or, without a baseline, `value`) reaches `bar`."""
+    """One measured claim. It holds when `ratio` (or, without a baseline, `value`) keeps to `bar`."""
 
     value: float
     unit: str
@@ -23,12 +23,15 @@ class Figure:
     ratio: float | None = None
     bar: float | None = None
     """The least that must be reached; None is reported only."""
+    at_most: bool = False
+    """The bar is the most that there may be."""
 
     @property
     def holds(self) -> bool | None:
         if self.bar is None:
             return None
-        return (self.value if self.ratio is None else self.ratio) >= self.bar
+        measured = self.value if self.ratio is None else self.ratio
+        return measured <= self.bar if self.at_most else measured >= self.bar
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -51,7 +54,7 @@ def report(title: str, figures: Mapping[str, Figure], *, json_file: Path | None,
             f"{figure.value:.4g} {figure.unit}".strip(),
             _number(figure.baseline),
             _number(figure.ratio),
-            _number(figure.bar),
+            ("≤ " if figure.bar is not None and figure.at_most else "") + _number(figure.bar),
             mark,
         )
     Console().print(table)
