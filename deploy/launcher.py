@@ -7,7 +7,11 @@ Wait graph
                 ends every other loop
     orders      waits for the broker's orders, one block time at most
     pulse       waits a second between heartbeats; marks parts as joined and answers orders
-    watch       waits a quarter of a second between two looks at the trainer's step file; redraws the screen
+    watch       waits a quarter of a second between two looks at the trainer's step file; redraws the screen, also with
+                how long the broker has left `pulse` without an answer
+
+A broker that is away is waited for as every service waits (`broker.outage_s`): nobody is ended for it meanwhile, and
+who has died is started again once it is back. Only a launcher that is stopping gives it up soon.
 """
 
 from __future__ import annotations
@@ -18,22 +22,24 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from broker.api import OperatorPort, Order, Peer, RunRecord, Runs
 from broker.messages import SCHEMA
 from deploy.cores import Cores, has_gpu
+from deploy.outage import Outage
 from deploy.parts import Services
 from deploy.plan import Plan
 from deploy.progress import Follower, newest_step, step_line
 from deploy.redis_server import RedisServer
 from deploy.report import sheet_fields
 from deploy.restarts import LIMITS
+from deploy.roll_call import RollCall
 from deploy.scaling import JOIN_S, Scaling, surplus
-from deploy.screen import PartView, RunView, Screen
-from deploy.silence import Silence
-from deploy.supervisor import Part, Supervisor
+from deploy.screen import RunView, Screen
+from deploy.supervisor import Part, Supervisor, Verdict
 from headrace.errors import BrokerError, WeightError
 from headrace.files import write_json
 from headrace.service import Service
@@ -50,8 +56,6 @@ QUICK_S = 3.0
 """How long services may take to leave when there is nothing left to save."""
 TRAINER_S = 125.0
 """How long the trainer may take for its step and checkpoint; a little longer than it allows itself."""
-START_S = 900.0
-"""A service that has not joined by then is killed and counted as dead; loading a large model takes minutes."""
 GRACE_S = 15.0
 """Beyond a producer's own drain time."""
 WEIGHTS_S = 10.0
@@ -90,10 +94,10 @@ class Launcher:
         self._started = time.monotonic()
         # Without a folder for weights nothing can run: that is said before anything does.
         self._arena = Arena()
-        self._silence = Silence(plan.config)
+        self._outage = Outage(plan.config.broker.connect_timeout_s, plan.config.broker.outage_s)
+        self._roll_call = RollCall(plan.config, self._report)
         self._scalings: list[Scaling] = []
         self._answers: dict[str, str] = {}
-        self._peers: list[Peer] = []
         self._follower = Follower(plan.folder.steps_file, from_end=plan.resume)
         self._step = newest_step(plan.folder.steps_file) or 0
         self._state = "starting"
@@ -105,7 +109,7 @@ class Launcher:
         await self._record(runs)
         await runs.close()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.stop, "SIGHUP")
-        self._supervisor = Supervisor(self._report, self._may_end)
+        self._supervisor = Supervisor(self._report, self._judge, self._outage)
         self._started = time.monotonic()
         if self._redis is not None:
             server = self._redis
@@ -150,6 +154,8 @@ class Launcher:
                 dataset_sizes=plan.facts.dataset_sizes,
             )
         )
+        # Who has read it once knows a Redis that lost it from a run that never was.
+        await self._operator.record()
 
     # -- loops
 
@@ -157,9 +163,9 @@ class Launcher:
         assert self._supervisor is not None
         try:
             async with asyncio.TaskGroup() as group:
-                for loop in (self._pulse, self._watch):
-                    group.create_task(loop(), name=loop.__name__.strip("_"))
-                orders = group.create_task(self._orders(), name="orders")
+                group.create_task(self._watch(), name="watch")
+                group.create_task(self._listening(self._pulse), name="pulse")
+                orders = group.create_task(self._listening(self._orders), name="orders")
                 await self._supervise()
                 # It may block for a while yet, and nobody obeys any more.
                 orders.cancel()
@@ -190,6 +196,7 @@ class Launcher:
                 self.outcome.code, self.outcome.reason = 0, "finished"
                 await self._leave(QUICK_S)
             else:
+                getattr(self._operator, "hasten", lambda: None)()
                 self.outcome.code = 0 if self._told_to_stop else 130
                 self.outcome.reason = f"stopped: {self._told_to_stop or 'interrupted'}"
                 await self._leave(TRAINER_S, self._plan.config.producer.drain_s + GRACE_S)
@@ -198,6 +205,15 @@ class Launcher:
             self._service.stop(self.outcome.reason or "a part is beyond repair")
             over.cancel()
             stopping.cancel()
+
+    async def _listening(self, loop: Callable[[], Awaitable[None]]) -> None:
+        """A loop that asks the broker; at the end of the run one that is away is no failure any more."""
+        try:
+            await loop()
+        except BrokerError as error:
+            if not self._service.stopping.is_set():
+                raise
+            log.warning("not asked any more: %s", error)
 
     async def _orders(self) -> None:
         after = "0-0"
@@ -212,12 +228,13 @@ class Launcher:
     async def _pulse(self) -> None:
         stopped = False
         while not stopped:
-            self._peers = await self._operator.peers()
-            self._mark_joined()
-            self._end_stuck_starts()
-            self._end_silent()
+            with self._outage.asking():
+                peers = await self._operator.peers()
+            assert self._supervisor is not None
+            self._roll_call.call(self._supervisor.parts.values(), peers, HEARTBEAT_S)
             self._answer_orders()
-            await self._heartbeat()
+            with self._outage.asking():
+                await self._heartbeat()
             stopped = await self._service.sleep(HEARTBEAT_S)
 
     async def _watch(self) -> None:
@@ -225,6 +242,8 @@ class Launcher:
         while not stopped:
             stopped = await self._service.sleep(REDRAW_S)
             self._show_steps()
+            if news := self._outage.news():
+                self._report("broker", *news)
             self._screen.show(self._view())
 
     def _show_steps(self) -> None:
@@ -269,36 +288,6 @@ class Launcher:
 
     # -- what is known about parts
 
-    def _mark_joined(self) -> None:
-        assert self._supervisor is not None
-        here = socket.gethostname()
-        by_pid = {peer.pid: peer for peer in self._peers if peer.alive and peer.host == here}
-        for part in self._supervisor.parts.values():
-            if not part.joined and part.child is not None and part.child.pid in by_pid:
-                part.joined = True
-                self._report(part.name, "joined", "")
-
-    def _end_stuck_starts(self) -> None:
-        """A process that never joins holds the run up as a dead one would, and is treated as one."""
-        assert self._supervisor is not None
-        for part in self._supervisor.parts.values():
-            child = part.child
-            if part.role == "redis" or part.joined or child is None or child.code is not None:
-                continue
-            if time.monotonic() - child.started > START_S:
-                self._report(part.name, "stuck", f"process {child.pid} had not joined after {START_S:.0f} s")
-                child.kill()
-
-    def _end_silent(self) -> None:
-        """One that lives and gives no heartbeat for long is treated as dead: nothing else would end it."""
-        assert self._supervisor is not None
-        alive = {peer.pid for peer in self._peers if peer.alive and peer.host == socket.gethostname()}
-        # By looks and not by the clock: while the broker is away, nobody can be heard.
-        for part, seconds in self._silence.too_long(self._supervisor.parts.values(), alive, HEARTBEAT_S):
-            assert part.child is not None
-            self._report(part.name, "silent", f"process {part.child.pid} gave no heartbeat for {seconds:.0f} s")
-            part.child.kill()
-
     async def _heartbeat(self) -> None:
         assert self._supervisor is not None
         state = {
@@ -309,11 +298,16 @@ class Launcher:
         peer = Peer(NAME, "launcher", socket.gethostname(), os.getpid(), True, state)
         await self._operator.heartbeat(peer, LEASE_S)
 
-    async def _may_end(self, part: Part) -> bool:
+    async def _judge(self, part: Part, code: int) -> Verdict:
         """A service that left by itself was right to when its run is over, or about to be."""
-        if self._service.stopping.is_set():
-            return True
-        return (await self._operator.state()).status in ("finished", "stopping")
+        if code != 0 and part.role != "trainer":
+            return "died"
+        if code == 0 and self._service.stopping.is_set():
+            return "over"
+        status = (await self._operator.state()).status
+        if code == 0:
+            return "over" if status in ("finished", "stopping") else "died"
+        return "failed" if status == "failed" else "died"
 
     def _report(self, part: str, event: str, text: str) -> None:
         self._journal.write(event, part=part, text=text)
@@ -321,23 +315,10 @@ class Launcher:
 
     def _view(self) -> RunView:
         assert self._supervisor is not None
-        by_pid = {peer.pid: peer for peer in self._peers if peer.alive}
-        views = []
-        for part in self._supervisor.parts.values():
-            peer = by_pid.get(part.child.pid) if part.child is not None else None
-            says = peer.state if peer is not None else {}
-            views.append(
-                PartView(
-                    part.name,
-                    part.child.pid if part.child is not None else None,
-                    _word(part),
-                    str(says.get("version") or ""),
-                    says.get("tokens_per_s"),
-                    says.get("idle"),
-                    len(part.deaths),
-                )
-            )
-        return RunView(self._plan.folder.run_id, self._state, self._step, self._plan.config.run.steps, views)
+        away = self._outage.seconds
+        state = f"{self._state}, no answer from Redis for {away:.0f} s" if away else self._state
+        parts = self._roll_call.views(self._supervisor.parts.values())
+        return RunView(self._plan.folder.run_id, state, self._step, self._plan.config.run.steps, parts)
 
     # -- the end
 
@@ -358,6 +339,7 @@ class Launcher:
     async def _note_failure(self, errors: BaseExceptionGroup[BaseException]) -> None:
         """Tell the broker; when it is what broke, the run's reason stays the first one."""
         self.outcome.reason = str(errors.exceptions[0]).splitlines()[0]
+        getattr(self._operator, "hasten", lambda: None)()
         try:
             await self._operator.set_status("failed", self.outcome.reason)
             await self._operator.retire(NAME)
@@ -366,10 +348,15 @@ class Launcher:
 
     async def _last_words(self) -> None:
         """The balance for the summary; where the run was only stopped, how it can go on."""
-        if self.outcome.reason != "finished":
-            await self._operator.set_status("stopping", f"{self.outcome.reason}; `headrace up --resume` goes on")
-        self.outcome.balance = {sheet.kind: sheet_fields(sheet) for sheet in await self._operator.balance()}
-        await self._operator.retire(NAME)
+        getattr(self._operator, "hasten", lambda: None)()
+        try:
+            if self.outcome.reason != "finished":
+                await self._operator.set_status("stopping", f"{self.outcome.reason}; `headrace up --resume` goes on")
+            self.outcome.balance = {sheet.kind: sheet_fields(sheet) for sheet in await self._operator.balance()}
+            await self._operator.retire(NAME)
+        except BrokerError as error:
+            # Everything is done and saved; that Redis does not know it yet is put right by whoever goes on.
+            self._report(NAME, "could not say goodbye", str(error))
 
     def summarize(self) -> dict[str, Any] | None:
         """The trainer's summary with what only the launcher knows, written back; None when there is none."""
@@ -381,11 +368,3 @@ class Launcher:
         summary["balance"] = self.outcome.balance or summary.get("balance")
         write_json(folder.summary_file, summary)
         return summary
-
-
-def _word(part: Part) -> str:
-    if not part.running:
-        return "ended" if part.child is not None and part.child.code == 0 else "restarting"
-    if part.leaving:
-        return "draining"
-    return "running" if part.joined or part.role == "redis" else "starting"

@@ -105,9 +105,10 @@ class RedisServer:
         """Start the process (again) on the port it has. The password stands in a private file, not in its arguments."""
         assert self._binary is not None, "start comes first"
         config = self.folder / "redis.conf"
-        write_private(
-            config, _CONFIG.format(port=self._port, password=self._password, folder=_quoted(self.folder.resolve()))
-        )
+        text = _CONFIG.format(port=self._port, password=self._password, folder=_quoted(self.folder.resolve()))
+        # One that died of a full disk must be able to come back while it is still full.
+        if not (config.is_file() and config.read_text(encoding="utf-8") == text):
+            write_private(config, text)
         self.child = Child.spawn(
             Command(
                 argv=(str(self._binary), str(config.resolve())),

@@ -32,7 +32,8 @@ LIMITS = {
     "producer": RestartLimits(in_a_row=4, in_total=100),
     "trainer": RestartLimits(in_a_row=3, in_total=10),
     "weights": RestartLimits(in_a_row=4, in_total=20),
-    "redis": RestartLimits(in_a_row=3, in_total=10),
+    # One that answered and is ended by somebody else is no crash loop, and a run may be long.
+    "redis": RestartLimits(in_a_row=4, in_total=100, settled_s=5.0),
 }
 
 HOPELESS_CODES = frozenset(
@@ -41,7 +42,7 @@ HOPELESS_CODES = frozenset(
 """What a service exits with when the same start would fail again, or take the run from a newer trainer."""
 
 HOPELESS_AT_START = frozenset({Refused.exit_code, ServiceError.exit_code})
-"""The same, for one that never joined: refused, or its port is taken."""
+"""The same, for one that never joined: refused, or its port is taken. A broker that is away is no such reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Death:
     lived_s: float
     joined: bool
     """Whether the broker had seen it."""
+    broker_away: bool = False
+    """Whether the broker was away while it lived: then its failing to join says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class GiveUp:
 def decide(deaths: list[Death], limits: RestartLimits) -> Restart | GiveUp:
     """What to do after the last of these deaths (oldest first, at least one)."""
     last = deaths[-1]
-    if last.code in HOPELESS_CODES or (not last.joined and last.code in HOPELESS_AT_START):
+    if last.code in HOPELESS_CODES or (not last.joined and not last.broker_away and last.code in HOPELESS_AT_START):
         return GiveUp("starting it again would fail the same way")
     if len(deaths) >= limits.in_total:
         return GiveUp(f"it died {len(deaths)} times")

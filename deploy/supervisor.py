@@ -2,7 +2,8 @@
 
 Wait graph
     keep (one per part)   waits for its process's end (the kernel wakes it through a pidfd), or between a death
-                          and the next start for the back-off or for `drain` and `stop`
+                          and the next start for the back-off and then for the broker (the launcher's next answer
+                          from it, whose own wait is bounded), or for `drain` and `stop`
     run                   waits for the first part that may not be missing: one that died beyond repair, or one
                           whose good end is the end of the run
     stop                  waits for all processes, at most the given seconds; then it kills them
@@ -15,7 +16,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
+from deploy.outage import Outage
 from deploy.processes import Child, Command, describe_exit
 from deploy.restarts import LIMITS, Death, GiveUp, RestartLimits, decide
 from headrace.errors import (
@@ -33,6 +36,9 @@ log = logging.getLogger(__name__)
 
 Report = Callable[[str, str, str], None]
 """Told of every event: (part, event, text)."""
+
+Verdict = Literal["over", "failed", "died"]
+"""An end of a part: its work is done, it has ended the run for good, or it is missing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +74,11 @@ class Part:
 class Supervisor:
     """All parts of one launcher."""
 
-    def __init__(self, report: Report, may_end: Callable[[Part], Awaitable[bool]]) -> None:
-        """`may_end` says whether a part that exited with 0 on its own was right to (its run is over)."""
+    def __init__(self, report: Report, judge: Callable[[Part, int], Awaitable[Verdict]], outage: Outage) -> None:
+        """`judge` says what it means that a part exited with a code on its own."""
         self._report = report
-        self._may_end = may_end
+        self._judge = judge
+        self._outage = outage
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.parts: dict[str, Part] = {}
@@ -162,14 +169,16 @@ class Supervisor:
         if part.leaving:
             self._report(part.name, "left", describe_exit(code))
             return False
-        if code == 0 and await self._may_end(part):
+        verdict = await self._judge(part, code)
+        if verdict == "over":
             self._report(part.name, "ended", "its work is done")
             if part.role == "trainer":
                 self._end(part.name)
             return False
-        part.deaths.append(Death(code, time.monotonic() - child.started, part.joined))
+        away = self._outage.was_since(child.started)
+        part.deaths.append(Death(code, time.monotonic() - child.started, part.joined, away))
         self._report(part.name, "died", f"process {child.pid} {describe_exit(code)}; its log: {child.log}")
-        decision = decide(part.deaths, part.limits)
+        decision = GiveUp("it ended the run") if verdict == "failed" else decide(part.deaths, part.limits)
         if isinstance(decision, GiveUp):
             own = own_sentence(part, child)
             kind = KINDS.get(code, ServiceError) if own else ServiceError
@@ -177,12 +186,21 @@ class Supervisor:
         return await self._back_off(part, decision.after_s)
 
     async def _back_off(self, part: Part, seconds: float) -> bool:
-        """Wait before a new start. False when there is to be none any more."""
+        """Wait before a new start, also for the broker to be there. False when there is to be none any more."""
         try:
-            await asyncio.wait_for(part.told_to_leave.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await part.told_to_leave.wait()
         except TimeoutError:
-            return True
-        return False
+            pass
+        if part.role == "redis" or part.leaving:
+            return not part.leaving
+        waits = [asyncio.ensure_future(event.wait()) for event in (part.told_to_leave, self._outage.answers)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return not part.leaving
 
     def _end(self, outcome: str | HeadraceError) -> None:
         if self._over.done():

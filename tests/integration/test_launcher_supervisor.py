@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.outage import Outage
 from deploy.processes import Child, Command
 from deploy.restarts import RestartLimits
-from deploy.supervisor import Part, Supervisor
+from deploy.supervisor import Part, Supervisor, Verdict
 from headrace.errors import ConfigError, ServiceError
 
 LIMITS = RestartLimits(in_a_row=3, in_total=10, first_delay_s=0.02)
@@ -52,11 +53,12 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.events: list[tuple[str, str, str]] = []
-        self.over = False
-        self.supervisor = Supervisor(lambda *event: self.events.append(event), self._may_end)
+        self.verdict: Verdict = "died"
+        self.outage = Outage(10.0, 300.0)
+        self.supervisor = Supervisor(lambda *event: self.events.append(event), self._judge, self.outage)
 
-    async def _may_end(self, _: Part) -> bool:
-        return self.over
+    async def _judge(self, _: Part, code: int) -> Verdict:
+        return self.verdict
 
     def add(self, code: str, name: str = "producer-1", role: str = "producer") -> Part:
         command = Command((sys.executable, "-c", code), {}, self.folder / f"{name}.log")
@@ -110,9 +112,39 @@ async def test_a_configuration_error_is_not_repeated_and_speaks_for_itself(bench
 
 
 async def test_the_good_end_of_the_trainer_is_the_end(bench: Bench) -> None:
-    bench.over = True
+    bench.verdict = "over"
     bench.add("pass", "trainer", "trainer")
     assert await asyncio.wait_for(bench.supervisor.run(), 30) == "trainer"
+
+
+async def test_a_trainer_that_ended_the_run_as_failed_is_not_started_again(bench: Bench) -> None:
+    bench.verdict = "failed"
+    bench.add("import sys\nprint('trainer: no producer came', file=sys.stderr)\nsys.exit(7)", "trainer", "trainer")
+    with pytest.raises(ServiceError, match=r"^trainer exited with 7: trainer: no producer came \(log: "):
+        await asyncio.wait_for(bench.supervisor.run(), 30)
+    assert bench.named("died") == ["trainer"]
+
+
+async def test_while_the_broker_is_away_nobody_is_started_or_given_up_for_it(bench: Bench) -> None:
+    bench.outage.answers.clear()
+    bench.outage.was_since = lambda _: True  # type: ignore[method-assign]
+    part = bench.add("raise SystemExit(3)")
+    await wait_until(lambda: bench.named("died") == ["producer-1"], "it found no broker")
+    redis = bench.add(STAYS, "redis", "redis")
+    os.kill((await bench.ready(redis)).pid, signal.SIGKILL)
+    await wait_until(lambda: bench.named("replaced") == ["redis"], "Redis itself comes back")
+    assert part.child is not None
+    assert not part.running
+    bench.outage.answers.set()
+    await wait_until(lambda: bench.named("replaced") == ["redis", "producer-1"], "then who needs it")
+
+
+async def test_a_part_that_waits_for_the_broker_can_be_stopped(bench: Bench) -> None:
+    bench.outage.answers.clear()
+    bench.add("raise SystemExit(1)")
+    await wait_until(lambda: bench.named("died") == ["producer-1"], "it died")
+    assert await asyncio.wait_for(bench.supervisor.stop(("producer",), 20), 10) == []
+    assert bench.named("replaced") == []
 
 
 async def test_leaving_too_early_counts_as_dying(bench: Bench) -> None:

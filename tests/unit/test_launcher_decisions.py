@@ -21,7 +21,9 @@ from headrace.config_sources import resolve
 from headrace.errors import ConfigError, ServiceError
 
 LIMIT = RestartLimits(in_a_row=3, in_total=10)
-deaths = st.builds(Death, code=st.integers(-15, 255), lived_s=st.floats(0, 1e4), joined=st.booleans())
+deaths = st.builds(
+    Death, code=st.integers(-15, 255), lived_s=st.floats(0, 1e4), joined=st.booleans(), broker_away=st.booleans()
+)
 
 
 def early(code: int = -9) -> Death:
@@ -60,6 +62,16 @@ def test_what_would_fail_again_is_not_tried(code: int) -> None:
 
 def test_a_joined_part_that_lost_the_broker_is_started_again() -> None:
     assert decide([settled(3)], LIMIT) == Restart(0.5)
+
+
+def test_one_that_never_reached_a_broker_that_was_away_is_started_again() -> None:
+    assert decide([Death(3, 10.0, joined=False, broker_away=True)], LIMIT) == Restart(0.5)
+    assert isinstance(decide([Death(2, 10.0, joined=False, broker_away=True)], LIMIT), GiveUp)
+
+
+def test_a_redis_that_is_killed_again_and_again_is_no_crash_loop() -> None:
+    assert decide([Death(-9, 20.0, joined=True)] * 50, LIMITS["redis"]) == Restart(0.5)
+    assert isinstance(decide([Death(1, 20.0, joined=False)] * 4, LIMITS["redis"]), GiveUp)
 
 
 @given(st.lists(deaths, min_size=1, max_size=30))
