@@ -1,4 +1,4 @@
-"""`headrace status`: who runs, what they do, what waits, and whether the balance closes."""
+"""`headrace status`: who runs, what they do, what waits, whether the balance closes, and what asks for attention."""
 
 from __future__ import annotations
 
@@ -8,21 +8,44 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from broker.api import OperatorPort
+from broker.api import OperatorPort, Peer, QueueDepths, RunState
 from deploy.report import balance_line, sheet_fields
 
 
 async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
     """Everything, JSON-able."""
     state = await operator.state()
-    peers = await operator.peers()
+    peers = sorted(await operator.peers(), key=lambda peer: peer.name)
+    depths = await operator.depths()
     return {
         "run": run_id,
         **asdict(state),
-        "processes": [_process(asdict(peer), state.step) for peer in sorted(peers, key=lambda peer: peer.name)],
-        "queues": asdict(await operator.depths()),
+        "processes": [_process(asdict(peer), state.step) for peer in peers],
+        "queues": asdict(depths),
         "balance": {sheet.kind: sheet_fields(sheet) for sheet in await operator.balance()},
+        "notes": notes(state, peers, depths),
     }
+
+
+def notes(state: RunState, peers: list[Peer], depths: QueueDepths) -> list[str]:
+    """What a person should know or do, one sentence each."""
+    found = [f"{peer.name} waits for {waits}" for peer in peers if peer.alive and (waits := waiting(peer.state))]
+    roles = {peer.role for peer in peers if peer.alive}
+    if state.status == "running" and "producer" not in roles:
+        found.append("no producer plays: `headrace scale producer N` or `python -m producers` starts some")
+    if state.status == "running" and "trainer" not in roles:
+        found.append("no trainer is alive: groups wait, nothing is trained")
+    if depths.dead:
+        found.append(f"{depths.dead} dead: see `headrace dead list`")
+    return found
+
+
+def waiting(said: dict[str, Any]) -> str:
+    """What a service says that it waits for, and how long it has; empty when it says nothing."""
+    what, since_s = said.get("waits_for"), said.get("waits_since_s")
+    if not what:
+        return ""
+    return f"{what} (for {since_s:.0f} s)" if isinstance(since_s, int | float) else str(what)
 
 
 def _process(peer: dict[str, Any], step: int) -> dict[str, Any]:
@@ -36,7 +59,7 @@ def _process(peer: dict[str, Any], step: int) -> dict[str, Any]:
 
 def show(console: Console, status: dict[str, Any]) -> None:
     reason = f" ({status['reason']})" if status["reason"] else ""
-    console.print(f"run {status['run']}: {status['status']}{reason}, step {status['step']}")
+    console.print(f"run {status['run']}: {status['status']}{reason}, step {status['step']}", markup=False)
     console.print(_processes(status["processes"]))
     queues = status["queues"]
     console.print(
@@ -46,7 +69,9 @@ def show(console: Console, status: dict[str, Any]) -> None:
     for kind, sheet in status["balance"].items():
         console.print(f"balance, {kind}: {balance_line(sheet)}")
         for reason, count in sorted(sheet["reasons"].items()):
-            console.print(f"    {count} {reason}")
+            console.print(f"    {count} {reason}", markup=False)
+    for note in status["notes"]:
+        console.print(note, style="yellow", markup=False)
 
 
 def _processes(processes: list[dict[str, Any]]) -> Table:
