@@ -5,8 +5,9 @@ from __future__ import annotations
 from broker.api import Balance, Fence
 from broker.connect import Run
 from broker.messages import Task
-from consumers.admission import Curriculum, Source, Window, evaluation_tasks
+from consumers.admission import Window
 from consumers.books import Books
+from consumers.curriculum import Curriculum, Prompt, Source, evaluation_tasks
 from headrace.config import Config
 
 
@@ -67,7 +68,7 @@ class Admitter:
 
     def _task(self, number: int, deadline_ms: int) -> Task:
         return self._curriculum.task(
-            number,
+            Prompt(number),
             group_size=self._config.trainer.group_size,
             min_version=self._window.min_version(self._books.formed, self._books.first),
             deadline_ms=deadline_ms,

@@ -13,8 +13,9 @@ from transformers.utils import logging as transformers_logging
 from broker.api import Fence, RunRecord
 from broker.connect import Run
 from consumers import checkpoint
-from consumers.admission import Curriculum, Source, Window
+from consumers.admission import Window
 from consumers.checkpoint import Checkpoints, Loaded
+from consumers.curriculum import Curriculum, Source, held_out_of, sources_of
 from consumers.evaluation import Decode
 from consumers.ingest import SeenTasks
 from consumers.trainer import Trainer
@@ -104,8 +105,8 @@ def build(record: RunRecord, fence: Fence, found: tuple[PolicyVersion, Path] | N
         checkpoints=Checkpoints(folder, fence.incarnation, config.checkpoint.keep),
         loaded=loaded,
         window=window,
-        curriculum=Curriculum(config.run.seed, sources(record, config)),
-        held_out=held_out(record, config),
+        curriculum=Curriculum(config.run.seed, sources_of(config, record.dataset_sizes)),
+        held_out=held_out_of(config, record.dataset_sizes),
         trained=SeenTasks(seen_capacity(config, window), loaded.position.seen if loaded else ()),
         decode=lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
         lane=lane,
@@ -122,22 +123,6 @@ def device_of(wanted: str) -> str:
 def seen_capacity(config: Config, window: Window) -> int:
     """Task ids to remember: all that can be outstanding or lie between two checkpoints, four times over."""
     return 4 * (window.slots + (config.checkpoint.every + 1) * config.trainer.groups_per_step) + 1024
-
-
-def sources(record: RunRecord, config: Config) -> tuple[Source, ...]:
-    return tuple(Source(e.name, _size(record, f"train/{e.name}")) for e in config.environments)
-
-
-def held_out(record: RunRecord, config: Config) -> Source:
-    """The environment to evaluate on. Its size matters only where there is an evaluation."""
-    name = config.evaluation.environment or config.environments[0].name
-    return Source(name, _size(record, f"eval/{name}") if config.evaluation.prompts else 0)
-
-
-def _size(record: RunRecord, key: str) -> int:
-    if key not in record.dataset_sizes:
-        raise ServiceError(f"the record of run {record.run_id} does not say how many prompts {key} has")
-    return record.dataset_sizes[key]
 
 
 def _check_digests(folder: Path, record: RunRecord) -> None:

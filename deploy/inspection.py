@@ -106,13 +106,12 @@ def facts_of(config: Config) -> Facts:
 
 def check_names(config: Config, sizes: Mapping[str, int]) -> None:
     """What the services would only find out once they have loaded a model. Raises ConfigError."""
-    from consumers.admission import Curriculum, Source, check_held_out
+    from consumers.curriculum import Curriculum, check_held_out, held_out_of, sources_of
     from producers.engines.registry import engine_factory
 
     engine_factory(config.producer.engine)
-    Curriculum(config.run.seed, tuple(Source(e.name, sizes[f"train/{e.name}"]) for e in config.environments))
-    name = config.evaluation.environment or config.environments[0].name
-    check_held_out(Source(name, sizes[f"eval/{name}"]), config.evaluation.prompts)
+    Curriculum(config.run.seed, sources_of(config, sizes))
+    check_held_out(held_out_of(config, sizes), config.evaluation.prompts)
 
 
 def dataset_sizes(config: Config) -> dict[str, int]:

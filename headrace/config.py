@@ -6,6 +6,7 @@ Secrets do not belong here: the tree is stored in the broker and printed by `hea
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -145,8 +146,8 @@ class StalenessConfig(Section):
     max_lag: int = Field(4, ge=0, le=1024)
     """A token that is more steps behind is not trained on."""
     stale: Literal["drop", "mask"] = "drop"
-    """"drop": a group with a token that is too old goes as a whole, and producers stop rollouts that would; "mask": only
-    its too-old tokens leave the loss."""
+    """"drop": a group with a token that is too old goes as a whole, and producers stop rollouts that would; "mask":
+    only its too-old tokens leave the loss."""
     requeue: int = Field(1, ge=0, le=16)
     """How often a prompt whose group was dropped as stale is asked again, before new ones."""
 
@@ -167,7 +168,7 @@ class EvaluationConfig(Section):
     """Held-out evaluation before the first and after the last step; `prompts` 0 turns it off."""
 
     environment: str = ""
-    """Name of the environment to evaluate on; empty is the first of `environments`."""
+    """Label of the environment to evaluate on; empty is the first of `environments`."""
     prompts: int = Field(0, ge=0, le=1_000_000)
     samples_per_prompt: int = Field(20, ge=1, le=4096)
 
@@ -210,8 +211,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
-        if not self.environments:
-            raise ValueError("environments: at least one environment is needed")
+        _check_environments(self.environments, self.evaluation.environment)
         if self.trainer.group_size > self.producer.slots:
             raise ValueError(
                 f"trainer.group_size: {self.trainer.group_size} rollouts do not fit into producer.slots = "
@@ -228,3 +228,22 @@ class Config(Section):
                 f"model.context_length = {self.model.context_length}"
             )
         return self
+
+
+def _check_environments(environments: tuple[EnvironmentConfig, ...], evaluated: str) -> None:
+    if not environments:
+        raise ValueError("environments: at least one environment is needed")
+    labels = [environment.called for environment in environments]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ValueError(f"environments: {twice!r} stands twice; give one of the two a label of its own")
+    if not any(environment.weight for environment in environments):
+        raise ValueError("environments: every weight is 0; give those to be trained on one above 0")
+    # As written: 0.1 and 0.2 are 0.3 here.
+    least = sum(Decimal(repr(environment.min_share)) for environment in environments)
+    if least > 1:
+        raise ValueError(f"environments: the min_share of all are {least} together, more than 1; lower them")
+    if evaluated and evaluated not in labels:
+        raise ValueError(
+            f"evaluation.environment: {evaluated!r} is none of the environments ({', '.join(labels)}); add it to "
+            "them, with weight = 0 when it is not to be trained on"
+        )

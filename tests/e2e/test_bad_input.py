@@ -24,7 +24,7 @@ WRONG_VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("sampling.max_new_tokens=512", ("sampling.max_new_tokens: 512 leaves no room", "model.context_length = 512")),
     ("producer.engine='vllm'", ("producer.engine = 'vllm'", "scripted, torch")),
     ("evaluation.prompts=2000", ("evaluation.prompts = 2000", "has only")),
-    ("evaluation.environment='sums'", ("environment 'sums' is not known", "built-in name")),
+    ("evaluation.environment='sums'", ("'sums' is none of the environments (arithmetic)", "weight = 0")),
     ("telemetry.host='0.0.0.0'", ("telemetry.host = '0.0.0.0' (from command line)", "'127.0.0.1'")),
 ]
 

@@ -1,16 +1,14 @@
-"""Admission bounds outstanding work and lag, and gives every run with a seed the same tasks."""
+"""Admission bounds outstanding work and lag."""
 
 from __future__ import annotations
 
 from collections import deque
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.admission import Curriculum, Source, Window, evaluation_tasks, shuffled
-from headrace.errors import ConfigError
+from consumers.admission import Window
 from headrace.version import PolicyVersion
 
 FIRST = PolicyVersion(1, 0)
@@ -57,51 +55,3 @@ def test_no_task_may_start_before_the_first_version_of_its_incarnation() -> None
     assert window.min_version(5, PolicyVersion(2, 5)) == PolicyVersion(2, 5)
     assert window.min_version(6, PolicyVersion(2, 5)) == PolicyVersion(2, 5)
     assert window.min_version(7, PolicyVersion(2, 5)) == PolicyVersion(2, 6)
-
-
-@given(size=st.integers(1, 300), key=st.text(max_size=5))
-def test_shuffling_is_a_permutation(size: int, key: str) -> None:
-    assert sorted(shuffled(position, size, key) for position in range(size)) == list(range(size))
-
-
-def test_shuffling_differs_by_key_and_does_shuffle() -> None:
-    orders = [[shuffled(position, 100, key) for position in range(100)] for key in ("a", "b")]
-    assert orders[0] != orders[1]
-    assert all(sum(i == place for i, place in enumerate(order)) < 10 for order in orders)
-
-
-def _tasks(curriculum: Curriculum, count: int) -> list[tuple[str, str, int, int]]:
-    made = [curriculum.task(n, group_size=2, min_version=FIRST, deadline_ms=1, formed=0) for n in range(count)]
-    return [(task.task_id, task.environment, task.index, task.seed) for task in made]
-
-
-def test_environments_take_turns_and_each_epoch_visits_every_index_once() -> None:
-    sources = (Source("sums", 5), Source("logic", 3))
-    tasks = _tasks(Curriculum(7, sources), 30)
-    assert tasks == _tasks(Curriculum(7, sources), 30)
-    assert [name for _, name, _, _ in tasks[:4]] == ["sums", "logic", "sums", "logic"]
-    sums = [index for _, name, index, _ in tasks if name == "sums"]
-    assert sorted(sums[:5]) == sorted(sums[5:10]) == list(range(5))
-    assert len({task_id for task_id, *_ in tasks}) == len({seed for *_, seed in tasks}) == 30
-    assert tasks != _tasks(Curriculum(8, sources), 30)
-
-
-def test_an_environment_without_prompts_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'sums' has no training prompts"):
-        Curriculum(0, (Source("sums", 0),))
-
-
-def test_both_evaluations_ask_the_same() -> None:
-    asked = {}
-    for when, version in (("before", FIRST), ("after", PolicyVersion(1, 9))):
-        tasks = evaluation_tasks(when, Source("sums", 4), 4, seed=3, group_size=5, version=version, deadline_ms=1)
-        assert all(task.kind == "eval" and task.min_version == version and task.group_size == 5 for task in tasks)
-        asked[when] = [(task.index, task.seed) for task in tasks]
-        asked[f"{when} ids"] = [task.task_id for task in tasks]
-    assert asked["before"] == asked["after"]
-    assert not set(asked["before ids"]) & set(asked["after ids"])
-
-
-def test_more_held_out_prompts_than_there_are_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"evaluation.prompts = 5: environment 'sums' has only 4 held-out prompts"):
-        evaluation_tasks("before", Source("sums", 4), 5, seed=0, group_size=1, version=FIRST, deadline_ms=1)

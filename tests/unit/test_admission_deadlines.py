@@ -6,9 +6,10 @@ from broker.api import RunRecord
 from broker.memory.runs import MemoryRun
 from broker.memory.store import RunStore
 from broker.messages import Task
-from consumers.admission import Curriculum, Source, Window
+from consumers.admission import Window
 from consumers.asking import Admitter
 from consumers.books import Books
+from consumers.curriculum import Curriculum, Source
 from headrace.config import Config
 from headrace.version import PolicyVersion
 

@@ -52,6 +52,18 @@ def test_the_redis_url_is_no_configuration_key() -> None:
         ("model.dtype=int4", "model.dtype = 'int4' (from command line): input should be"),
         ("run=3", "run = 3 (from command line): input should be a valid dictionary"),
         ("environments=[]", "environments: at least one environment is needed"),
+        ("environments=[{name='a'}, {name='a'}]", "environments: 'a' stands twice; give one of the two a label"),
+        ("environments=[{name='a', label='b'}, {name='b'}]", "environments: 'b' stands twice"),
+        ("environments=[{name='a', label='b c'}]", "environments.0.label = 'b c' (from command line): string should"),
+        ("environments=[{name='a', weight=0}]", "environments: every weight is 0; give those to be trained on"),
+        (
+            "environments=[{name='a', min_share=0.6}, {name='b', min_share=0.5}]",
+            "environments: the min_share of all are 1.1 together, more than 1; lower them",
+        ),
+        (
+            "evaluation.environment=sums",
+            "evaluation.environment: 'sums' is none of the environments (arithmetic); add it to them, with weight = 0",
+        ),
         ("trainer.group_size=33", "33 rollouts do not fit into producer.slots = 32"),
         ("trainer.group_size=1", "more than trainer.group_size = 1; lower it, or raise the group size"),
         ("sampling.max_new_tokens=512", "leaves no room for a prompt"),
@@ -161,3 +173,14 @@ def test_a_stored_tree_of_another_release_is_one_sentence() -> None:
 
 def test_flatten_gives_the_leaves() -> None:
     assert dict(flatten({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_environments_share_as_written() -> None:
+    tenths = [{"name": f"e{i}", "min_share": 0.1} for i in range(10)]
+    config = Config.model_validate({"environments": tenths, "evaluation": {"environment": "e3"}})
+    assert config.evaluation.environment == "e3", "ten tenths are not more than one"
+    one_name = [{"name": "arithmetic", "label": "easy"}, {"name": "arithmetic", "weight": 0}]
+    assert [one.called for one in Config.model_validate({"environments": one_name}).environments] == [
+        "easy",
+        "arithmetic",
+    ]
