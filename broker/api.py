@@ -249,7 +249,7 @@ class TrainerPort(ServicePort, Protocol):
 
     async def steps_after(self, step: int) -> list[StepRecord]: ...
 
-    async def settle(self, fence: Fence, kind: TaskKind, entries: list[StepEntry]) -> None:
+    async def settle(self, fence: Fence, entries: list[StepEntry]) -> None:
         """Acknowledge and delete these groups, close their tasks and count the verdicts.
 
         A task counts once, however often asked. Whatever entry it has now goes too: with an empty entry id a task
@@ -307,7 +307,6 @@ class OperatorPort(ServicePort, Protocol):
         `after` is "" from the oldest that is left, "$" for only new ones at the first call, else the last cursor.
         """
         ...
-
 
     async def dead(self, after: str, count: int) -> list[DeadLetter]:
         """At most `count` letters after the id, the oldest first ("" from the beginning), without bodies."""

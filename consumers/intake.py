@@ -88,7 +88,7 @@ class Intake:
     async def _receive_evaluation(self, delivery: GroupDelivery) -> None:
         known = self.sheet is not None and self.sheet.add(delivery.group)
         verdict = entry(delivery, "evaluated") if known else entry(delivery, "superseded", "an earlier trainer asked")
-        await self._port.settle(self._fence, "eval", [verdict])
+        await self._port.settle(self._fence, [verdict])
         self.arrived.set()
 
     async def _reject(self, verdicts: list[StepEntry]) -> None:
@@ -98,5 +98,5 @@ class Intake:
         for verdict in verdicts:
             self._batcher.note(verdict)
             self._progress.event(verdict.verdict, task=verdict.task_id, reason=verdict.reason)
-        await self._port.settle(self._fence, "train", verdicts)
+        await self._port.settle(self._fence, verdicts)
         self._books.slots.set()

@@ -169,7 +169,7 @@ class TrainerLoops:
         trains = [delivery for delivery in deliveries if delivery.group.kind == "train"]
         replay = plan_replay(await self._port.steps_after(books.formed), trains, books.formed, self._parts.trained)
         if replay.settled:
-            await self._port.settle(self._fence, "train", list(replay.settled))
+            await self._port.settle(self._fence, list(replay.settled))
         await self._replay(replay)
         books.cursor = max(books.cursor, (await self._admitter.sheet()).admitted)
         books.first = books.version
@@ -309,7 +309,7 @@ class TrainerLoops:
             books.checkpointed = books.formed
             async with books.lock:
                 trained = [item for batch in batches for item in batch.trained]
-                await self._port.settle(self._fence, "train", trained)
+                await self._port.settle(self._fence, trained)
                 del books.unsettled[: len(batches)]
         self._progress.event("checkpoint", step=books.formed)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from broker.api import RunRecord
 from broker.keys import Keys
+from broker.memory.dead import MemoryDead
 from broker.memory.operator import MemoryOperator
 from broker.memory.producer import MemoryProducer
 from broker.memory.store import RunStore, now_ms
@@ -17,7 +18,7 @@ _brokers: dict[str, dict[str, RunStore]] = {}
 """By URL; a broker leaves with its last run."""
 
 
-class MemoryRun(MemoryProducer, MemoryTrainer, MemoryWeights, MemoryOperator):
+class MemoryRun(MemoryProducer, MemoryTrainer, MemoryWeights, MemoryOperator, MemoryDead):
     """ProducerPort, TrainerPort, WeightsPort and OperatorPort of one run."""
 
 

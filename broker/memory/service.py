@@ -59,6 +59,9 @@ class MemoryService:
         self.store.orders.append(replace(order, order_id=self.store.new_id()))
         self.store.wake()
 
+    def hasten(self) -> None:
+        """It is never away."""
+
     async def close(self) -> None:
         """Nothing is held."""
 

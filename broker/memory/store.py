@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from broker.api import Order, Peer, Published, RunRecord, RunState
+from broker.api import DeadLetter, Order, Peer, Published, Reign, RunRecord, RunState
 from broker.arrivals import Arrival
 from broker.bounds import (
     KEEP_PUBLISHED,
@@ -48,13 +49,10 @@ class GroupEntry:
     settled: bool = False
 
 
-@dataclass(slots=True)
-class DeadEntry:
-    task_id: str
-    source: str
-    reason: str
-    length: int
-    body: bytes
+@dataclass(frozen=True, slots=True)
+class Dead:
+    letter: DeadLetter
+    producer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,14 @@ class RunStore:
     open: dict[str, Open] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     published: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
-    dead: deque[DeadEntry] = field(default_factory=lambda: deque(maxlen=MAX_DEAD))
+    dead: dict[str, Dead] = field(default_factory=dict)
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     orders: deque[Order] = field(default_factory=lambda: deque(maxlen=MAX_ORDERS))
     peers: dict[str, tuple[int, Peer]] = field(default_factory=dict)
     beats: dict[str, int] = field(default_factory=dict)
     """Service to the end of its lease, in ms since the epoch."""
     head: PolicyVersion | None = None
+    reigns: dict[int, Reign] = field(default_factory=dict)
     manifests: dict[PolicyVersion, bytes] = field(default_factory=dict)
     leases: dict[tuple[PolicyVersion, str], int] = field(default_factory=dict)
     _last_id: int = 0
@@ -171,8 +170,8 @@ class RunStore:
         if entry is None:
             return
         taken = self.tasks.pop(entry_id).taken
-        self._add_dead(taken.task_id, "tasks", reason, taken.body)
         attempt = str(_attempt(taken))
+        self._add_dead("tasks", reason, Arrival(entry_id, taken.task_id, attempt, taken.kind, producer, taken.body))
         self._add_group(Arrival(self.new_id(), taken.task_id, attempt, taken.kind, producer, b"", dead=reason))
 
     def take_groups(self, consumer: str, count: int) -> list[Arrival]:
@@ -183,6 +182,18 @@ class RunStore:
         for entry in found:
             entry.consumer = consumer
         return [entry.arrival for entry in found]
+
+    def replay(self, dead: Dead) -> None:
+        """Put it back where it came from; its task is admitted anew."""
+        letter = dead.letter
+        del self.dead[letter.letter_id]
+        if letter.source == "tasks":
+            self._add_task(Taken(self.new_id(), letter.attempt, 0, letter.task_id, letter.kind, letter.body))
+            self.wake()
+        else:
+            who = letter.task_id, letter.attempt, letter.kind, dead.producer
+            self._add_group(Arrival(self.new_id(), *who, letter.body))
+        self.counts[f"{letter.kind} admitted"] += 1
 
     def open_groups(self, consumer: str) -> list[Arrival]:
         held = [entry for entry in self.groups.values() if entry.consumer and not entry.settled]
@@ -195,7 +206,7 @@ class RunStore:
         if self.groups.pop(arrival.entry_id, None) is None:
             return False
         if not arrival.dead:
-            self._add_dead(arrival.task_id, "groups", reason, arrival.body)
+            self._add_dead("groups", reason, arrival)
         return self._count(StepEntry(arrival.entry_id, arrival.task_id, "dead", reason))
 
     def settle(self, entry: StepEntry) -> None:
@@ -229,8 +240,14 @@ class RunStore:
         self.open[arrival.task_id] = Open(arrival.kind, "g", arrival.entry_id)
         self.wake()
 
-    def _add_dead(self, task_id: str, source: str, reason: str, body: bytes) -> None:
-        self.dead.append(DeadEntry(task_id, source, reason, len(body), body[:MAX_DEAD_BYTES]))
+    def _add_dead(self, source: Literal["tasks", "groups"], reason: str, was: Arrival) -> None:
+        body, digest = was.body[:MAX_DEAD_BYTES], hashlib.sha256(was.body).hexdigest()
+        letter = DeadLetter(
+            self.new_id(), source, was.task_id, was.attempt, was.kind, reason, digest, len(was.body), body
+        )
+        self.dead[letter.letter_id] = Dead(letter, was.producer)
+        if len(self.dead) > MAX_DEAD:
+            del self.dead[next(iter(self.dead))]
 
     def _count(self, entry: StepEntry) -> bool:
         known = self.open.get(entry.task_id)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
-from broker.api import Fence, Order, RunStatus
+from broker.api import Fence, Order, Reign, RunStatus
 from broker.arrivals import Arrival, limits_of
 from broker.codec import encode_task
 from broker.memory.service import MemoryService
-from broker.messages import GroupDelivery, StepEntry, StepRecord, Task, TaskKind
+from broker.messages import GroupDelivery, StepEntry, StepRecord, Task
 from broker.steps import replayable
 from headrace.errors import WireError
 
@@ -24,8 +24,18 @@ class MemoryTrainer(MemoryService):
         store.state = replace(store.state, incarnation=incarnation, status="running", reason="")
         return Fence(incarnation, store.nonce)
 
-    async def admit(self, fence: Fence, tasks: list[Task]) -> None:
-        self.fenced(fence).admit((task, encode_task(task)) for task in tasks)
+    async def admit(self, fence: Fence, tasks: list[Task], cursor: int | None = None) -> None:
+        store = self.fenced(fence)
+        store.admit((task, encode_task(task)) for task in tasks)
+        if cursor is not None:
+            store.state = replace(store.state, cursor=cursor)
+
+    async def reigns(self) -> dict[int, Reign]:
+        return dict(self.store.reigns)
+
+    @property
+    def mended(self) -> int:
+        return 0
 
     async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
         store = self.fenced(fence)
@@ -45,7 +55,7 @@ class MemoryTrainer(MemoryService):
     async def steps_after(self, step: int) -> list[StepRecord]:
         return replayable(self.store.steps, step)
 
-    async def settle(self, fence: Fence, kind: TaskKind, entries: list[StepEntry]) -> None:
+    async def settle(self, fence: Fence, entries: list[StepEntry]) -> None:
         store = self.fenced(fence)
         for entry in entries:
             store.settle(entry)

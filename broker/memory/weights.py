@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from broker.api import Fence
+from broker.api import Fence, Reign
+from broker.bounds import MAX_REIGNS
 from broker.memory.service import MemoryService
 from broker.memory.store import now_ms
 from headrace.version import PolicyVersion
@@ -14,6 +15,10 @@ class MemoryWeights(MemoryService):
     async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
         store = self.fenced(fence)
         store.manifests[version] = manifest
+        reign = store.reigns.get(version.incarnation, Reign(version.step, version.step))
+        store.reigns[version.incarnation] = Reign(min(reign.first, version.step), max(reign.newest, version.step))
+        if len(store.reigns) > MAX_REIGNS:
+            del store.reigns[min(store.reigns)]
         if store.head is None or version > store.head:
             store.head = version
             store.wake()

@@ -55,6 +55,7 @@ class Connection:
         self.block_ms = config.stream_block_ms
         """Longest block of one read."""
         self._patience_s = config.connect_timeout_s
+        self._hasty_s = config.connect_timeout_s
         pool = aioredis.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
@@ -118,6 +119,10 @@ class Connection:
                 pipeline.execute_command(*command)
             answers: list[Any] = await pipeline.execute()
         return answers
+
+    def hasten(self) -> None:
+        """From now on an outage is waited for no longer than `connect_timeout_s`."""
+        self._patience_s = self._hasty_s
 
     async def close(self) -> None:
         await self._client.aclose(close_connection_pool=True)

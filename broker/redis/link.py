@@ -88,7 +88,8 @@ class Link:
                 f"run {self.run_id} now belongs to the trainer of incarnation {fenced.group(1)}; "
                 "this one may change nothing"
             ) from None
-        if "NOGROUP" in text:
+        # A read that waited when its stream went is answered UNBLOCKED by Redis 7, NOGROUP by others.
+        if "NOGROUP" in text or text.startswith("UNBLOCKED"):
             log.warning("run %s: a consumer group is missing at Redis at %s; making it anew", self.run_id, self.place)
             await self._repair()
             return True

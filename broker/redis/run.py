@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from broker.redis.connection import Connection
+from broker.redis.dead import RedisDead
 from broker.redis.link import Link
 from broker.redis.operator import RedisOperator
 from broker.redis.producer import RedisProducer
@@ -11,7 +12,7 @@ from broker.redis.weights import RedisWeights
 from headrace.config import BrokerConfig
 
 
-class RedisRun(RedisProducer, RedisTrainer, RedisWeights, RedisOperator):
+class RedisRun(RedisProducer, RedisTrainer, RedisWeights, RedisOperator, RedisDead):
     """ProducerPort, TrainerPort, WeightsPort and OperatorPort of one run. One object serves one service."""
 
     def __init__(self, url: str, run_id: str, config: BrokerConfig) -> None:

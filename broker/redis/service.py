@@ -28,14 +28,14 @@ class RedisService:
         return await self._link.record()
 
     async def state(self) -> RunState:
-        names = ("status", "reason", "incarnation", "step")
+        names = ("status", "reason", "incarnation", "step", "cursor")
         values = await self._link.send("HMGET", self._link.keys.of("state"), *names)
         if values[0] is None:
             raise self._link.gone()
         status = text(values[0])
         if status not in get_args(RunStatus):
             raise WireError(f"run {self._link.run_id} has the unknown status {status!r}")
-        return RunState(cast(RunStatus, status), text(values[1]), int(values[2]), int(values[3]))
+        return RunState(cast(RunStatus, status), text(values[1]), *(int(value or 0) for value in values[2:]))
 
     async def now_ms(self) -> int:
         """Redis's clock, milliseconds since the epoch: that of every deadline."""
@@ -69,6 +69,9 @@ class RedisService:
 
     async def order(self, order: Order) -> None:
         await self._link.script("order", order.kind, order.target, order.count, order.reason, MAX_ORDERS)
+
+    def hasten(self) -> None:
+        self._link.connection.hasten()
 
     async def close(self) -> None:
         await self._link.connection.close()

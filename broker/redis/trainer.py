@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 
-from broker.api import Fence, RunStatus
+from broker.api import Fence, Reign, RunStatus
 from broker.arrivals import Arrival, limits_of
 from broker.bounds import KEEP_ENDED_MS, KEEP_SETTLED, MAX_ORDERS, MAX_STEPS
 from broker.codec import decode_step, encode_step, encode_task
-from broker.messages import GroupDelivery, StepEntry, StepRecord, Task, TaskKind
+from broker.messages import GroupDelivery, StepEntry, StepRecord, Task
 from broker.redis.link import Entry, Fields, Link, entries_of, stream_entries, text
 from broker.redis.producer import remains
 from broker.redis.service import RedisService
@@ -17,6 +18,7 @@ from headrace.errors import WireError
 
 BATCH = 256
 """Tasks or entries in one script, so that none blocks Redis for long."""
+_REIGN = re.compile(r"([0-9]{1,10}) ([0-9]{1,10})")
 PAGE = 32
 """Groups read at once when an earlier trainer's are taken over."""
 
@@ -36,12 +38,20 @@ class RedisTrainer(RedisService):
         self._open.clear()
         return Fence(int(incarnation), nonce)
 
-    async def admit(self, fence: Fence, tasks: list[Task]) -> None:
-        for first in range(0, len(tasks), BATCH):
-            args = [
-                part for task in tasks[first : first + BATCH] for part in (task.task_id, task.kind, encode_task(task))
-            ]
-            await self._link.script("admit", *args, fence=fence)
+    async def admit(self, fence: Fence, tasks: list[Task], cursor: int | None = None) -> None:
+        for first in range(0, max(1, len(tasks)), BATCH):
+            some = tasks[first : first + BATCH]
+            # The cursor moves with the last of them: what it counts is admitted by then.
+            said = "" if cursor is None or first + BATCH < len(tasks) else cursor
+            args = [part for task in some for part in (task.task_id, task.kind, encode_task(task))]
+            await self._link.script("admit", said, *args, fence=fence)
+
+    async def reigns(self) -> dict[int, Reign]:
+        return reigns_of(await self._link.send("HGETALL", self._link.keys.of("reigns")))
+
+    @property
+    def mended(self) -> int:
+        return 0
 
     async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
         if count < 1:
@@ -69,7 +79,7 @@ class RedisTrainer(RedisService):
         reply = await self._link.send("XRANGE", self._link.keys.of("steps"), "-", "+")
         return replayable([decode_step(fields[b"body"]) for _, fields in entries_of(reply)], step)
 
-    async def settle(self, fence: Fence, kind: TaskKind, entries: list[StepEntry]) -> None:
+    async def settle(self, fence: Fence, entries: list[StepEntry]) -> None:
         for first in range(0, len(entries), BATCH):
             some = entries[first : first + BATCH]
             args = [part for entry in some for part in (entry.entry_id, entry.task_id, entry.verdict, entry.reason)]
@@ -141,6 +151,15 @@ def arrival_of(entry_id: str, fields: Fields) -> Arrival:
         body=fields.get(b"body", b""),
         dead=text(fields.get(b"dead")),
     )
+
+
+def reigns_of(fields: Fields) -> dict[int, Reign]:
+    """The hash `reigns`; what is no reign is left out."""
+    found = {}
+    for incarnation, raw in fields.items():
+        if (steps := _REIGN.fullmatch(text(raw))) and incarnation.isdigit():
+            found[int(incarnation)] = Reign(int(steps[1]), int(steps[2]))
+    return found
 
 
 def _consumer(fence: Fence) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.api import Fence
-from broker.bounds import MAX_HEADS
+from broker.bounds import MAX_HEADS, MAX_REIGNS
 from broker.redis.link import text
 from broker.redis.service import RedisService, milliseconds
 from headrace.version import PolicyVersion
@@ -13,7 +13,8 @@ class RedisWeights(RedisService):
     """WeightsPort on Redis."""
 
     async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
-        await self._link.script("publish_head", version.incarnation, version.step, manifest, MAX_HEADS, fence=fence)
+        bounds = MAX_HEADS, MAX_REIGNS
+        await self._link.script("publish_head", version.incarnation, version.step, manifest, *bounds, fence=fence)
 
     async def head(self) -> PolicyVersion | None:
         return _version(await self._link.send("HGET", self._link.keys.of("state"), "head"))

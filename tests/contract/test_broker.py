@@ -61,9 +61,9 @@ async def test_a_task_becomes_a_group_and_a_verdict(service: Services) -> None:
         assert np.array_equal(sent.loss_mask_T, got.loss_mask_T)
         assert (sent.spans, sent.reward, sent.finish_reason) == (got.spans, got.reward, got.finish_reason)
     assert await sheet(trainer) == (1, 1, {})
-    await trainer.settle(fence, "train", [entry(arrived)])
+    await trainer.settle(fence, [entry(arrived)])
     assert await sheet(trainer) == (1, 0, {"trained": 1})
-    await trainer.settle(fence, "train", [entry(arrived)])
+    await trainer.settle(fence, [entry(arrived)])
     assert await sheet(trainer) == (1, 0, {"trained": 1})
 
 
@@ -126,7 +126,7 @@ async def test_publishing_twice_is_publishing_once(service: Services) -> None:
     assert await producer.publish("p0", delivery, group) == "published"
     assert await producer.publish("p0", delivery, group) == "repeated"
     (arrived,) = await trainer.take_groups(fence, 4, 0)
-    await trainer.settle(fence, "train", [entry(arrived)])
+    await trainer.settle(fence, [entry(arrived)])
     assert await producer.publish("p0", delivery, group) == "repeated"
     assert await trainer.take_groups(fence, 4, 0) == []
 
@@ -235,7 +235,7 @@ async def test_a_task_that_kills_its_producers_is_dead(service: Services) -> Non
     assert seen.group.trajectories == ()
     assert "delivered 3 times" in seen.group.error
     assert await sheet(trainer) == (2, 1, {"dead": 1})
-    await trainer.settle(fence, "train", [entry(seen, "failed", "counted already")])
+    await trainer.settle(fence, [entry(seen, "failed", "counted already")])
     assert await sheet(trainer) == (2, 1, {"dead": 1})
 
 
@@ -249,7 +249,7 @@ async def test_a_task_past_its_deadline_fails_by_rule(service: Services) -> None
     (failed,) = await trainer.take_groups(fence, 4, 0)
     assert failed.group.task_id == "late"
     assert "deadline" in failed.group.error
-    await trainer.settle(fence, "train", [entry(failed, "failed", failed.group.error)])
+    await trainer.settle(fence, [entry(failed, "failed", failed.group.error)])
     assert await sheet(trainer) == (2, 1, {"failed": 1})
 
 
@@ -280,7 +280,7 @@ async def test_an_older_trainer_is_fenced_in_everything(service: Services) -> No
         old.take_groups(stale, 1, 0),
         old.open_groups(stale),
         old.append_step(stale, StepRecord(PolicyVersion(1, 1), ())),
-        old.settle(stale, "train", [StepEntry("1-1", "a", "trained")]),
+        old.settle(stale, [StepEntry("1-1", "a", "trained")]),
         old.set_step(stale, 9),
         old.publish_head(stale, PolicyVersion(1, 1), b"manifest"),
         old.finish(stale, "finished", ""),
@@ -300,12 +300,12 @@ async def test_a_new_trainer_takes_over_what_was_open(service: Services) -> None
     for delivery in await producer.take("p0", 4, 0):
         await producer.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
     taken = await old.take_groups(stale, 3, 0)
-    await old.settle(stale, "train", [entry(taken[0])])
+    await old.settle(stale, [entry(taken[0])])
     fence = await new.take_fence(0)
     assert [delivery.group.task_id for delivery in await new.open_groups(fence)] == ["b", "c"]
     (last,) = await new.take_groups(fence, 4, 0)
     assert last.group.task_id == "d"
-    await new.settle(fence, "train", [entry(taken[1]), entry(taken[2]), entry(last, "stale", "lag 9")])
+    await new.settle(fence, [entry(taken[1]), entry(taken[2]), entry(last, "stale", "lag 9")])
     assert await sheet(new) == (4, 0, {"stale": 1, "trained": 3})
     (balance,) = await new.balance()
     assert balance.reasons == {"stale: lag 9": 1}
@@ -336,7 +336,7 @@ async def test_finished_groups_can_be_read_without_taking_them(service: Services
     taken = await producer.take("p0", 2, 0)
     await producer.publish("p0", taken[0], make_group(taken[0].task, 1, "p0"))
     (arrived,) = await trainer.take_groups(fence, 1, 0)
-    await trainer.settle(fence, "train", [entry(arrived)])
+    await trainer.settle(fence, [entry(arrived)])
     ((cursor, seen, name),) = await reader.finished("", 0)
     assert (seen.group.task_id, name) == ("a", "p0")
     assert await reader.finished(cursor, 0) == []
@@ -353,7 +353,7 @@ async def test_settled_groups_leave_in_the_end(service: Services) -> None:
         await trainer.admit(fence, [make_task(f"{batch}-{number}") for number in range(20)])
         for delivery in await producer.take("p0", 20, 0):
             await producer.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
-        await trainer.settle(fence, "train", [entry(one) for one in await trainer.take_groups(fence, 20, 0)])
+        await trainer.settle(fence, [entry(one) for one in await trainer.take_groups(fence, 20, 0)])
     assert await sheet(trainer) == (200, 0, {"trained": 200})
     seen, cursor = 0, ""
     while page := await reader.finished(cursor, 0):

@@ -118,11 +118,11 @@ class Walk:
         if self.groups:
             chosen = pick(self.groups, which)
             entry = StepEntry(chosen.entry_id, chosen.group.task_id, verdict, "why" if verdict == "stale" else "")
-            await self.run.settle(self.fences[-1], chosen.group.kind, [entry, entry])
+            await self.run.settle(self.fences[-1], [entry, entry])
 
     async def settle_task(self, which: int) -> None:
         if self.tasks:
-            await self.run.settle(self.fences[-1], "train", [StepEntry("", pick(self.tasks, which), "lost", "gone")])
+            await self.run.settle(self.fences[-1], [StepEntry("", pick(self.tasks, which), "lost", "gone")])
 
     async def new_trainer(self, reads: bool) -> None:
         self.fences.append(await self.run.take_fence(0))
@@ -140,7 +140,7 @@ class Walk:
         if self.groups:
             chosen = pick(self.groups, which)
             with pytest.raises(Fenced):
-                await self.run.settle(old, "train", [StepEntry(chosen.entry_id, chosen.group.task_id, "trained")])
+                await self.run.settle(old, [StepEntry(chosen.entry_id, chosen.group.task_id, "trained")])
 
 
 def pick(past: list[Any], which: int) -> Any:

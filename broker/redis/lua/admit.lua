@@ -1,8 +1,8 @@
 -- KEYS record state tasks open sheet
 -- FENCED
--- ARGV: then task id, kind, body of each. A task that is outstanding already is not admitted again.
+-- ARGV: then the cursor or '', then task id, kind, body of each. A task that is outstanding already is not admitted again.
 local admitted = 0
-for i = 3, #ARGV, 3 do
+for i = 4, #ARGV, 3 do
   local task, kind = ARGV[i], ARGV[i + 1]
   if redis.call('HEXISTS', open, task) == 0 then
     local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', '0', 'kind', kind, 'body', ARGV[i + 2])
@@ -10,5 +10,8 @@ for i = 3, #ARGV, 3 do
     redis.call('HINCRBY', sheet, kind .. ' admitted', 1)
     admitted = admitted + 1
   end
+end
+if ARGV[3] ~= '' then
+  redis.call('HSET', state, 'cursor', ARGV[3])
 end
 return admitted

@@ -12,7 +12,7 @@ end
 local task = field(entry, 'task') or ''
 if not field(entry, 'dead') then
   redis.call('XADD', dead, 'MAXLEN', ARGV[8], '*', 'task', task, 'attempt', field(entry, 'attempt') or '',
-    'kind', field(entry, 'kind') or '', 'source', 'groups', 'reason', ARGV[4], 'sha256', ARGV[5], 'length', ARGV[6],
+    'kind', field(entry, 'kind') or '', 'producer', field(entry, 'producer') or '', 'source', 'groups', 'reason', ARGV[4], 'sha256', ARGV[5], 'length', ARGV[6],
     'body', string.sub(field(entry, 'body') or '', 1, ARGV[7]))
 end
 redis.call('XDEL', groups, id)

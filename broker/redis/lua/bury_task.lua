@@ -11,7 +11,7 @@ local task, kind = field(entry, 'task') or '', field(entry, 'kind') or ''
 local attempt = (tonumber(field(entry, 'attempt')) or 0) + delivered
 redis.call('XACK', tasks, 'producers', ARGV[2])
 redis.call('XDEL', tasks, ARGV[2])
-redis.call('XADD', dead, 'MAXLEN', ARGV[7], '*', 'task', task, 'attempt', attempt, 'kind', kind, 'source', 'tasks',
+redis.call('XADD', dead, 'MAXLEN', ARGV[7], '*', 'task', task, 'attempt', attempt, 'kind', kind, 'producer', ARGV[1], 'source', 'tasks',
   'reason', ARGV[3], 'sha256', ARGV[4], 'length', ARGV[5], 'body', string.sub(field(entry, 'body') or '', 1, ARGV[6]))
 if redis.call('HGET', open, task) ~= kind .. ' t ' .. ARGV[2] then
   return 1

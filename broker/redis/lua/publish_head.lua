@@ -1,9 +1,24 @@
--- KEYS record state manifests heads
+-- KEYS record state manifests heads reigns
 -- FENCED
 -- ALWAYS
--- ARGV: then incarnation and step of the version, manifest, most notifications kept. The head only moves forward.
+-- ARGV: then incarnation and step of the version, manifest, most notifications kept, most reigns kept
+-- The head only moves forward. Reigns: the first and the newest step that each incarnation published.
 local version = ARGV[3] .. '.' .. ARGV[4]
 redis.call('HSET', manifests, version, ARGV[5])
+local step, reign = tonumber(ARGV[4]), redis.call('HGET', reigns, ARGV[3])
+local first, newest = string.match(reign or '', '^(%d+) (%d+)$')
+redis.call('HSET', reigns, ARGV[3],
+  math.min(step, tonumber(first or step)) .. ' ' .. math.max(step, tonumber(newest or step)))
+if redis.call('HLEN', reigns) > tonumber(ARGV[7]) then
+  local all = redis.call('HGETALL', reigns)
+  local oldest = all[1]
+  for i = 3, #all, 2 do
+    if (tonumber(all[i]) or -1) < (tonumber(oldest) or -1) then
+      oldest = all[i]
+    end
+  end
+  redis.call('HDEL', reigns, oldest)
+end
 local head = redis.call('HGET', state, 'head')
 if head then
   local incarnation, step = string.match(head, '^(%d+)%.(%d+)$')
