@@ -196,7 +196,7 @@ class Launcher:
                 self.outcome.code, self.outcome.reason = 0, "finished"
                 await self._leave(QUICK_S)
             else:
-                getattr(self._operator, "hasten", lambda: None)()
+                self._operator.hasten()
                 self.outcome.code = 0 if self._told_to_stop else 130
                 self.outcome.reason = f"stopped: {self._told_to_stop or 'interrupted'}"
                 await self._leave(TRAINER_S, self._plan.config.producer.drain_s + GRACE_S)
@@ -339,7 +339,7 @@ class Launcher:
     async def _note_failure(self, errors: BaseExceptionGroup[BaseException]) -> None:
         """Tell the broker; when it is what broke, the run's reason stays the first one."""
         self.outcome.reason = str(errors.exceptions[0]).splitlines()[0]
-        getattr(self._operator, "hasten", lambda: None)()
+        self._operator.hasten()
         try:
             await self._operator.set_status("failed", self.outcome.reason)
             await self._operator.retire(NAME)
@@ -348,7 +348,7 @@ class Launcher:
 
     async def _last_words(self) -> None:
         """The balance for the summary; where the run was only stopped, how it can go on."""
-        getattr(self._operator, "hasten", lambda: None)()
+        self._operator.hasten()
         try:
             if self.outcome.reason != "finished":
                 await self._operator.set_status("stopping", f"{self.outcome.reason}; `headrace up --resume` goes on")
