@@ -1,0 +1,78 @@
+"""What must hold once a run under chaos is over. Each check returns sentences about what does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from broker.api import Balance
+from broker.connect import connect_runs
+from broker.messages import StepRecord, Verdict
+from tests.chaos.processes import MARK, Exit
+from tests.chaos.world import World
+
+
+def sheet_wrong(sheet: Balance, history: Sequence[StepRecord], losses: int) -> list[str]:
+    """The balance sheet of a finished run against the archived steps. Pure."""
+    wrong = []
+    if not sheet.closed or sheet.outstanding:
+        wrong.append(f"the sheet of {sheet.kind} tasks is not closed with nothing outstanding: {sheet}")
+    if sheet.verdicts.get("lost", 0) and not losses:
+        wrong.append(f"{sheet.verdicts['lost']} tasks are lost, though Redis lost nothing")
+    archived = verdicts_of(history)
+    if sheet.verdicts.get("trained", 0) != archived["trained"]:
+        wrong.append(f"the sheet has {sheet.verdicts.get('trained', 0)} trained, the archive {archived['trained']}")
+    for verdict, count in archived.items():
+        if sheet.verdicts.get(verdict, 0) < count:
+            wrong.append(f"the sheet has {sheet.verdicts.get(verdict, 0)} {verdict}, the archive {count}")
+    return wrong
+
+
+def verdicts_of(history: Iterable[StepRecord]) -> Counter[Verdict]:
+    return Counter(entry.verdict for record in history for entry in record.entries)
+
+
+def trained_wrong(history: Sequence[StepRecord], steps: int) -> list[str]:
+    """Every step of the history once, no task and no entry trained twice. Pure."""
+    made = [record.version.step for record in history]
+    wrong = [] if made == list(range(1, steps + 1)) else [f"the history is not the steps 1 to {steps}: {made}"]
+    trained = [entry for record in history for entry in record.entries if entry.verdict == "trained"]
+    for what, names in (("task", [e.task_id for e in trained]), ("entry", [e.entry_id for e in trained])):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        wrong += [f"{what} {name} was trained twice" for name in twice]
+    return wrong
+
+
+def exits_wrong(exits: Iterable[Exit]) -> list[str]:
+    """Ends of services that no fault explains, equal ones once."""
+    return [f"{count} times without a fault of ours: {said}" for said, count in Counter(map(str, exits)).items()]
+
+
+def logs_wrong(folder: Path) -> list[str]:
+    """A traceback in a service's log is a bug, whatever happened to the service."""
+    return [f"a traceback in {log.name}" for log in sorted(folder.glob("*.log")) if b"Traceback" in log.read_bytes()]
+
+
+def left_over(run_id: str) -> list[str]:
+    """Processes and shared memory of this run that are still there."""
+    wrong = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == run_id and process.status() != psutil.STATUS_ZOMBIE:
+                wrong.append(f"process {process.pid} is left: {' '.join(process.cmdline())}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return wrong + [f"{file} is left" for file in Path("/dev/shm").glob(f"headrace-{run_id}-*")]
+
+
+async def keys_wrong(world: World) -> list[str]:
+    """Delete the run: what stays must go by itself."""
+    runs = connect_runs(world.server.url)
+    await runs.delete(world.record.run_id)
+    await runs.close()
+    async with world.server.client() as client:
+        left = [key async for key in client.scan_iter(count=512) if await client.pttl(key) == -1]
+    return [f"key {key!r} has no time to live after the run was deleted" for key in left]

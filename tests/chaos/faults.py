@@ -1,0 +1,101 @@
+"""The faults, as data: what each is called, how often it is chosen, and what it does.
+
+A fault returns once it is undone: what it stopped goes on, what it filled has room again. Whether the run has got over
+it is the driver's question (`World.progress`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tests.chaos import redis_faults
+from tests.chaos.world import JOIN_S, LEASE_S, World
+
+FENCED = 8
+"""Exit code of a trainer that a newer one has replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    weight: float
+    strike: Callable[[World], Awaitable[None]]
+    loses: bool = False
+    """Redis may lose what it had answered for."""
+
+
+def chosen(names: tuple[str, ...] = ()) -> tuple[Fault, ...]:
+    """Faults whose name begins with one of these; all of them by default."""
+    found = tuple(fault for fault in FAULTS if not names or fault.name.startswith(names))
+    if not found:
+        raise ValueError(f"no fault begins with {' or '.join(names)}; there are {', '.join(f.name for f in FAULTS)}")
+    return found
+
+
+def draw(generator: random.Random, faults: tuple[Fault, ...]) -> Fault:
+    return generator.choices(faults, [fault.weight for fault in faults])[0]
+
+
+async def end(world: World, name: str, number: signal.Signals) -> None:
+    """A service is killed, or told to leave; its supervisor starts another."""
+    part = world.fleet.parts[name]
+    starts = part.starts
+    if world.fleet.signal(name, number, excuse=number.name):
+        await world.until(lambda: part.starts > starts, f"{name} was started again")
+
+
+async def freeze(world: World, name: str) -> None:
+    """A service stands still, for less than its lease or for several, and goes on as if nothing had been."""
+    seconds = LEASE_S * world.random.uniform(0.1, 3.0)
+    world.log("frozen", part=name, seconds=round(seconds, 2))
+    if world.fleet.signal(name, signal.SIGSTOP):
+        await asyncio.sleep(seconds)
+        world.fleet.signal(name, signal.SIGCONT)
+
+
+async def zombie(world: World) -> None:
+    """A trainer stands still, another takes its place, and the first wakes up: it must find itself fenced."""
+    if not world.fleet.signal("trainer", signal.SIGSTOP):
+        return
+    before = world.fleet.replace("trainer")
+    try:
+        await world.progress(world.random.randint(1, 6))
+        os.kill(before.pid, signal.SIGCONT)
+        async with asyncio.timeout(JOIN_S):
+            code = await before.exited()
+    finally:
+        before.kill()
+        world.fleet.note("zombie", before, "a newer trainer")
+    assert code == FENCED, f"the trainer that was replaced while it stood still exited with {code}, not {FENCED}"
+
+
+def _of_services() -> list[Fault]:
+    faults = []
+    for name, weight in (("producer-1", 2.0), ("producer-2", 2.0), ("trainer", 3.0), ("weights", 1.0)):
+        faults += [
+            Fault(f"kill {name}", weight, partial(end, name=name, number=signal.SIGKILL)),
+            Fault(f"term {name}", weight / 2, partial(end, name=name, number=signal.SIGTERM)),
+            Fault(f"stop {name}", weight / 2, partial(freeze, name=name)),
+        ]
+    return faults
+
+
+FAULTS = (
+    *_of_services(),
+    Fault("zombie trainer", 2.0, zombie),
+    Fault("redis kill", 3.0, redis_faults.kill),
+    Fault("redis term", 1.0, redis_faults.term),
+    Fault("redis stop", 2.0, redis_faults.freeze),
+    Fault("redis tail", 3.0, redis_faults.lose_tail, loses=True),
+    Fault("redis flush", 1.0, redis_faults.flush, loses=True),
+    Fault("redis full", 1.0, redis_faults.full),
+    Fault("redis scripts", 1.0, redis_faults.forget_scripts),
+    Fault("redis slow", 1.0, redis_faults.slow),
+    Fault("redis cut", 3.0, redis_faults.cut_connections),
+)
