@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgpack
@@ -24,6 +24,13 @@ from headrace.version import PolicyVersion
 
 T = TypeVar("T")
 
+MAX_FEW = 1 << 20
+"""Mask runs, spans and the like of one group: they are unpacked one by one."""
+
+_HEAD = b"\x92" + msgpack.packb(SCHEMA)
+"""A list of two, of which the first is the schema."""
+_MAP16, _BIN32 = 0xDE, 0xC6
+"""Of msgpack: a map with its count in two bytes, bytes with their length in four."""
 _ID_DTYPES = ("<u1", "<u2", "<u4", "<i4")
 _KINDS = ("train", "eval")
 _OUTCOMES = ("played", "failed", "stale")
@@ -66,38 +73,36 @@ def encode_group(group: Group, vocab_size: int) -> bytes:
     """Raises WireError when arrays of one trajectory differ in length."""
     flat = flatten(group)
     dtype = _id_dtype(flat.token_ids_T, vocab_size)
-    return _pack(
-        {
-            "task": flat.task_id,
-            "attempt": flat.attempt,
-            "kind": flat.kind,
-            "env": flat.environment,
-            "index": flat.index,
-            "producer": flat.producer,
-            "failures": list(flat.failures),
-            "outcome": flat.outcome,
-            "error": flat.error,
-            "stopped": list(flat.stopped_N),
-            "seconds": flat.seconds,
-            "dtype": dtype,
-            "ids": flat.token_ids_T.astype(dtype).tobytes(),
-            "logprobs": flat.logprobs_M.astype("<f4", copy=False).tobytes(),
-            "lengths": flat.lengths_N.astype("<u4").tobytes(),
-            "mask": flat.mask_runs_R.astype("<u4").tobytes(),
-            "span_counts": flat.span_counts_N.astype("<u4").tobytes(),
-            "spans": flat.spans_S5.astype("<u4").tobytes(),
-            "rewards": flat.rewards_N.astype("<f8", copy=False).tobytes(),
-            "finish": flat.finish_N.astype("<u1").tobytes(),
-            "correct": flat.correct_N.astype("<u1").tobytes(),
-        }
-    )
+    fields = {
+        "task": flat.task_id,
+        "attempt": flat.attempt,
+        "kind": flat.kind,
+        "env": flat.environment,
+        "index": flat.index,
+        "producer": flat.producer,
+        "failures": flat.failures,
+        "outcome": flat.outcome,
+        "error": flat.error,
+        "stopped": flat.stopped_N,
+        "seconds": flat.seconds,
+        "dtype": dtype,
+        "lengths": _u4(flat.lengths_N),
+        "mask": _u4(flat.mask_runs_R),
+        "span_counts": _u4(flat.span_counts_N),
+        "spans": _u4(flat.spans_5S),
+        "rewards": np.array(flat.rewards_N, "<f8").tobytes(),
+        "finish": bytes(flat.finish_N),
+        "correct": bytes(flat.correct_N),
+    }
+    ids, logprobs = flat.token_ids_T.astype(dtype), flat.logprobs_M.astype("<f4", copy=False)
+    return _pack_with(fields, {"ids": ids, "logprobs": logprobs})
 
 
 def decode_flat(body: bytes) -> FlatGroup:
     """The arrays of a group, not yet validated."""
     fields = _unpack(body, "group")
     dtype = _choice(fields, "dtype", _ID_DTYPES)
-    spans = _array(fields, "spans", "<u4").astype(np.int64)
+    spans = _few(fields, "spans", "I")
     if len(spans) % 5:
         raise WireError(f"group: field 'spans' holds {len(spans)} numbers, which is no multiple of 5")
     return FlatGroup(
@@ -112,16 +117,15 @@ def decode_flat(body: bytes) -> FlatGroup:
         error=_text(fields, "error"),
         stopped_N=tuple(_numbers(fields, "stopped")),
         seconds=_seconds(fields),
-        # A u4 beyond int32 turns negative here, and is then outside every vocabulary.
-        token_ids_T=_array(fields, "ids", dtype).astype(np.int32),
+        token_ids_T=_array(fields, "ids", dtype),
         logprobs_M=_array(fields, "logprobs", "<f4").astype(np.float32, copy=False),
-        lengths_N=_array(fields, "lengths", "<u4").astype(np.int64),
-        mask_runs_R=_array(fields, "mask", "<u4").astype(np.int64),
-        span_counts_N=_array(fields, "span_counts", "<u4").astype(np.int64),
-        spans_S5=spans.reshape(-1, 5),
-        rewards_N=_array(fields, "rewards", "<f8").astype(np.float64, copy=False),
-        finish_N=_array(fields, "finish", "<u1").astype(np.int64),
-        correct_N=_array(fields, "correct", "<u1").astype(np.int64),
+        lengths_N=_few(fields, "lengths", "I"),
+        mask_runs_R=_few(fields, "mask", "I"),
+        span_counts_N=_few(fields, "span_counts", "I"),
+        spans_5S=spans,
+        rewards_N=_few(fields, "rewards", "d"),
+        finish_N=_few(fields, "finish", "B"),
+        correct_N=_few(fields, "correct", "B"),
     )
 
 
@@ -157,6 +161,16 @@ def _pack(fields: dict[str, Any]) -> bytes:
     return packed
 
 
+def _pack_with(fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
+    """As `_pack` of both, but the arrays' bytes are copied once only, into the result."""
+    packed = msgpack.packb(fields)
+    count = struct.pack(">BH", _MAP16, len(fields) + len(arrays))
+    parts = [_HEAD, count, memoryview(packed)[3 if packed[0] == _MAP16 else 1 :]]
+    for name, array in arrays.items():
+        parts += (msgpack.packb(name), struct.pack(">BI", _BIN32, array.nbytes), array.data)
+    return b"".join(parts)
+
+
 def _unpack(body: bytes, what: str) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(body, strict_map_key=True)
@@ -183,7 +197,7 @@ def _id_dtype(ids_T: npt.NDArray[np.int32], vocab_size: int) -> str:
 
 def _field(fields: dict[str, Any], name: str, kind: type[T], what: str = "body") -> T:
     value = fields.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if type(value) is not kind:
         raise WireError(f"{what}: field {name!r} is {type(value).__name__}, not {kind.__name__}")
     return value
 
@@ -197,25 +211,25 @@ def _int(fields: dict[str, Any], name: str) -> int:
 
 
 def _choice(fields: dict[str, Any], name: str, allowed: tuple[str, ...]) -> Any:
-    value = _text(fields, name)
+    value = _field(fields, name, str)
     if value not in allowed:
         raise WireError(f"body: field {name!r} is {value[:40]!r}, not one of {', '.join(allowed)}")
     return value
 
 
-def _each(fields: dict[str, Any], name: str, fits: Callable[[Any], bool]) -> list[Any]:
+def _each(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
     values = _field(fields, name, list)
-    if not all(fits(value) for value in values):
+    if any(type(value) is not kind for value in values):
         raise WireError(f"body: field {name!r} holds something of another type")
     return values
 
 
 def _texts(fields: dict[str, Any], name: str) -> list[str]:
-    return _each(fields, name, lambda value: isinstance(value, str))
+    return _each(fields, name, str)
 
 
 def _numbers(fields: dict[str, Any], name: str) -> list[int]:
-    return _each(fields, name, lambda value: isinstance(value, int) and not isinstance(value, bool))
+    return _each(fields, name, int)
 
 
 def _ints(fields: dict[str, Any], name: str, count: int) -> list[int]:
@@ -233,9 +247,28 @@ def _seconds(fields: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in seconds.items()}
 
 
+def _u4(numbers: Sequence[int]) -> bytes:
+    """A number outside its range is wrapped: what is there is then out of every bound, which the receiver sees."""
+    return np.array(numbers, np.int64).astype("<u4").tobytes()
+
+
+def _few(fields: dict[str, Any], name: str, code: str) -> tuple[Any, ...]:
+    """Numbers of which a group has few, by their code in `struct`."""
+    raw, size = _whole(fields, name, struct.calcsize(f"<{code}"))
+    count = len(raw) // size
+    if count > MAX_FEW:
+        raise WireError(f"body: field {name!r} holds {count} numbers, more than {MAX_FEW}")
+    return struct.unpack(f"<{count}{code}", raw)
+
+
 def _array(fields: dict[str, Any], name: str, dtype: str) -> npt.NDArray[Any]:
+    raw, _ = _whole(fields, name, np.dtype(dtype).itemsize)
+    return np.frombuffer(raw, dtype)
+
+
+def _whole(fields: dict[str, Any], name: str, size: int) -> tuple[bytes, int]:
+    """The bytes of an array, and those of one number."""
     raw = _field(fields, name, bytes)
-    size = np.dtype(dtype).itemsize
     if len(raw) % size:
         raise WireError(f"body: field {name!r} has {len(raw)} bytes, which is no multiple of {size}")
-    return np.frombuffer(raw, dtype)
+    return raw, size

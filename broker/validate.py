@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import accumulate, pairwise
+from operator import ge, gt
 
 from broker.flat import CORRECT, FINISH, KV, FlatGroup, flatten, sampled_before
 from broker.messages import Group, TaskKind
@@ -73,7 +74,7 @@ def _check_counts(flat: FlatGroup, limits: Limits) -> str | None:
             return f"{name} of {len(array)} trajectories, but lengths of {members}"
     # Nothing below looks at the arrays of a group without members, and a few mask runs may claim gigabytes.
     if not members and any(
-        len(array) for array in (flat.token_ids_T, flat.logprobs_M, flat.mask_runs_R, flat.spans_S5)
+        len(array) for array in (flat.token_ids_T, flat.logprobs_M, flat.mask_runs_R, flat.spans_5S)
     ):
         return "tokens, log-probs, mask or spans of no trajectory"
     return None
@@ -81,57 +82,64 @@ def _check_counts(flat: FlatGroup, limits: Limits) -> str | None:
 
 def _check_tokens(flat: FlatGroup, limits: Limits) -> str | None:
     tokens = len(flat.token_ids_T)
-    if flat.lengths_N.min() < 1:
+    if min(flat.lengths_N) < 1:
         return "a trajectory without tokens"
-    if int(flat.lengths_N.sum()) != tokens:
-        return f"lengths add up to {int(flat.lengths_N.sum())}, but there are {tokens} token ids"
-    if len(flat.mask_runs_R) and flat.mask_runs_R.min() < 0:
+    if sum(flat.lengths_N) != tokens:
+        return f"lengths add up to {sum(flat.lengths_N)}, but there are {tokens} token ids"
+    if flat.mask_runs_R and min(flat.mask_runs_R) < 0:
         return "a negative run in the loss mask"
-    if int(flat.mask_runs_R.sum()) != tokens:
-        return f"the loss mask covers {int(flat.mask_runs_R.sum())} tokens of {tokens}"
-    low, high = int(flat.token_ids_T.min()), int(flat.token_ids_T.max())
+    if sum(flat.mask_runs_R) != tokens:
+        return f"the loss mask covers {sum(flat.mask_runs_R)} tokens of {tokens}"
+    high = int(flat.token_ids_T.max())
+    low = int(flat.token_ids_T.min()) if flat.token_ids_T.dtype.kind == "i" else 0
     if low < 0 or high >= limits.vocab_size:
         return f"token id {low if low < 0 else high} is outside the vocabulary of {limits.vocab_size}"
-    if not np.isfinite(flat.rewards_N).all():
+    if not all(map(math.isfinite, flat.rewards_N)):
         return "a reward is not finite"
-    if flat.finish_N.min() < 0 or flat.finish_N.max() >= len(FINISH):
+    if min(flat.finish_N) < 0 or max(flat.finish_N) >= len(FINISH):
         return "an unknown finish reason"
-    if flat.correct_N.min() < 0 or flat.correct_N.max() >= len(CORRECT):
+    if min(flat.correct_N) < 0 or max(flat.correct_N) >= len(CORRECT):
         return "a trajectory that is neither right nor wrong nor unknown"
     return None
 
 
 def _check_sampled(flat: FlatGroup) -> str | None:
-    ends = np.cumsum(flat.lengths_N)
-    sampled_N = np.diff(sampled_before(flat.mask_runs_R, ends), prepend=0)
-    if sampled_N.min() < 1:
-        return f"trajectory {int(sampled_N.argmin())} has no sampled token"
-    if len(flat.logprobs_M) != int(sampled_N.sum()):
-        return f"{len(flat.logprobs_M)} log-probs for {int(sampled_N.sum())} sampled tokens"
+    before = sampled_before(flat.mask_runs_R, accumulate(flat.lengths_N, initial=0))
+    for number, (early, late) in enumerate(pairwise(before)):
+        if early == late:
+            return f"trajectory {number} has no sampled token"
+    if len(flat.logprobs_M) != before[-1]:
+        return f"{len(flat.logprobs_M)} log-probs for {before[-1]} sampled tokens"
     # NaN fails every comparison, so the two bounds also refuse what is not a number.
-    if not (flat.logprobs_M.max() <= LOGPROB_SLACK and flat.logprobs_M.min() > -np.inf):
+    if not (flat.logprobs_M.max() <= LOGPROB_SLACK and flat.logprobs_M.min() > -math.inf):
         return "a log-prob is not finite, or above 0"
     return None
 
 
 def _check_spans(flat: FlatGroup) -> str | None:
-    if flat.span_counts_N.min() < 1 or int(flat.span_counts_N.sum()) != len(flat.spans_S5):
+    if min(flat.span_counts_N) < 1 or 5 * sum(flat.span_counts_N) != len(flat.spans_5S):
         return "a trajectory without version spans, or spans of no trajectory"
-    start, end, incarnation, step, kv = flat.spans_S5.T
-    lengths_S = np.repeat(flat.lengths_N, flat.span_counts_N)
-    if start.min() < 0 or (end > lengths_S).any() or (start >= end).any():
+    starts, ends, incarnations, steps, kvs = (flat.spans_5S[column::5] for column in range(5))
+    offsets, lengths = [], []
+    for offset, length, count in zip(
+        accumulate(flat.lengths_N, initial=0), flat.lengths_N, flat.span_counts_N, strict=False
+    ):
+        offsets += [offset] * count
+        lengths += [length] * count
+    if min(starts) < 0 or any(map(gt, ends, lengths)) or any(map(ge, starts, ends)):
         return "a version span is empty or outside its trajectory"
-    if min(incarnation.min(), step.min()) < 0 or max(incarnation.max(), step.max()) > MAX_VERSION:
+    versions = (*incarnations, *steps)
+    if min(versions) < 0 or max(versions) > MAX_VERSION:
         return "a version span with an impossible version"
-    if kv.min() < 0 or kv.max() >= len(KV):
+    if min(kvs) < 0 or max(kvs) >= len(KV):
         return "a version span with an unknown kv state"
-    offset_S = np.repeat(np.cumsum(flat.lengths_N) - flat.lengths_N, flat.span_counts_N)
-    first, last = offset_S + start, offset_S + end
-    if (first[1:] < last[:-1]).any():
+    bounds = [
+        bound + offset for start, end, offset in zip(starts, ends, offsets, strict=True) for bound in (start, end)
+    ]
+    if any(map(gt, bounds, bounds[1:])):
         return "version spans overlap or are out of order"
-    at_bounds = sampled_before(flat.mask_runs_R, np.concatenate((first, last)))
-    covered = int(at_bounds[len(first) :].sum() - at_bounds[: len(first)].sum())
-    sampled = len(flat.logprobs_M)
-    if covered != sampled:
-        return f"version spans cover {covered} of {sampled} sampled tokens"
+    before = sampled_before(flat.mask_runs_R, bounds)
+    covered = sum(before[1::2]) - sum(before[::2])
+    if covered != len(flat.logprobs_M):
+        return f"version spans cover {covered} of {len(flat.logprobs_M)} sampled tokens"
     return None

@@ -11,6 +11,7 @@ import numpy as np
 from broker.codec import decode_flat
 from broker.flat import FlatGroup
 from headrace.errors import WireError
+from headrace.version import PolicyVersion
 
 SHOWN_BYTES = 256
 """Of a body that cannot be read."""
@@ -70,15 +71,16 @@ def _value(value: Any) -> str:
 
 def _figures(flat: FlatGroup) -> Iterator[str]:
     """Ranges of the arrays: where a number is not what it should be, it is seen here."""
-    lengths = ", ".join(str(length) for length in flat.lengths_N[:16].tolist())
+    lengths = ", ".join(str(length) for length in flat.lengths_N[:16])
     yield f"{len(flat.lengths_N)} trajectories of {lengths or 'no'} tokens"
-    for name, array in (("token ids", flat.token_ids_T), ("log-probs", flat.logprobs_M), ("rewards", flat.rewards_N)):
+    named = {"token ids": flat.token_ids_T, "log-probs": flat.logprobs_M, "rewards": np.asarray(flat.rewards_N)}
+    for name, array in named.items():
         if len(array):
             yield f"{len(array):,} {name} from {array.min():.6g} to {array.max():.6g}"
-    if not np.isfinite(flat.logprobs_M).all():
-        place = int(np.flatnonzero(~np.isfinite(flat.logprobs_M))[0])
-        yield f"log-prob number {place} is {flat.logprobs_M[place]}"
-    versions = sorted({(int(row[2]), int(row[3])) for row in flat.spans_S5})
+    wrong = np.flatnonzero(~np.isfinite(flat.logprobs_M))
+    if len(wrong):
+        yield f"log-prob number {wrong[0]} is {flat.logprobs_M[wrong[0]]}"
+    spans_S5 = np.asarray(flat.spans_5S, np.int64).reshape(-1, 5)
+    versions = [PolicyVersion(*row) for row in np.unique(spans_S5[:, 2:4], axis=0).tolist()]
     if versions:
-        shown = ", ".join(f"{incarnation}.{step}" for incarnation, step in versions[:16])
-        yield f"sampled by versions {shown}"
+        yield f"sampled by versions {', '.join(map(str, versions[:16]))}"

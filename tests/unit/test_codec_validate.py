@@ -85,19 +85,19 @@ def test_a_logprob_may_round_to_a_little_above_zero(group: Group) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"lengths_N": np.array([10, 10, 11])}, "lengths add up to 31, but there are 30 token ids"),
-        ({"lengths_N": np.array([20, 10, 0])}, "without tokens"),
-        ({"lengths_N": np.array([10, 20])}, "rewards of 3 trajectories"),
-        ({"rewards_N": np.zeros(4)}, "rewards of 4 trajectories, but lengths of 3"),
-        ({"finish_N": np.zeros(2, np.int64)}, "finish reasons of 2"),
-        ({"finish_N": np.array([0, 1, 3])}, "unknown finish reason"),
-        ({"correct_N": np.zeros(2, np.int64)}, "verdicts of 2"),
-        ({"correct_N": np.array([0, 1, 3])}, "neither right nor wrong"),
-        ({"span_counts_N": np.array([2, 2])}, "spans of 2"),
-        ({"span_counts_N": np.array([2, 2, 3])}, "spans of no trajectory"),
-        ({"span_counts_N": np.array([2, 4, 0])}, "without version spans"),
-        ({"mask_runs_R": np.array([4, 6, 4, 6, 4, 7])}, "loss mask covers 31 tokens of 30"),
-        ({"mask_runs_R": np.array([31, -1])}, "negative run"),
+        ({"lengths_N": [10, 10, 11]}, "lengths add up to 31, but there are 30 token ids"),
+        ({"lengths_N": [20, 10, 0]}, "without tokens"),
+        ({"lengths_N": [10, 20]}, "rewards of 3 trajectories"),
+        ({"rewards_N": [0.0] * 4}, "rewards of 4 trajectories, but lengths of 3"),
+        ({"finish_N": [0, 0]}, "finish reasons of 2"),
+        ({"finish_N": [0, 1, 3]}, "unknown finish reason"),
+        ({"correct_N": [0, 0]}, "verdicts of 2"),
+        ({"correct_N": [0, 1, 3]}, "neither right nor wrong"),
+        ({"span_counts_N": [2, 2]}, "spans of 2"),
+        ({"span_counts_N": [2, 2, 3]}, "spans of no trajectory"),
+        ({"span_counts_N": [2, 4, 0]}, "without version spans"),
+        ({"mask_runs_R": [4, 6, 4, 6, 4, 7]}, "loss mask covers 31 tokens of 30"),
+        ({"mask_runs_R": [31, -1]}, "negative run"),
         ({"logprobs_M": np.zeros(17, np.float32)}, "17 log-probs for 18 sampled tokens"),
         ({"error": "it failed"}, "a played group with an error"),
         ({"outcome": "failed"}, "a failed group with 3 trajectories"),
@@ -113,10 +113,10 @@ def test_arrays_that_contradict_each_other_are_a_reason(flat: FlatGroup, change:
 @pytest.mark.parametrize(
     "change",
     [
-        {"mask_runs_R": np.array([0, 2**32 - 1])},
+        {"mask_runs_R": [0, 2**32 - 1]},
         {"token_ids_T": np.zeros(1, np.int32)},
         {"logprobs_M": np.zeros(1, np.float32)},
-        {"spans_S5": np.zeros((1, 5), np.int64)},
+        {"spans_5S": [0] * 5},
     ],
 )
 def test_a_failed_group_that_carries_arrays_is_refused_before_they_are_unfolded(
@@ -128,8 +128,8 @@ def test_a_failed_group_that_carries_arrays_is_refused_before_they_are_unfolded(
 
 
 def test_an_unknown_kv_state_is_a_reason(flat: FlatGroup) -> None:
-    flat.spans_S5[3, 4] = 2
-    assert check_flat(flat, LIMITS) == "a version span with an unknown kv state"
+    spans = [*flat.spans_5S[:19], 2, *flat.spans_5S[20:]]
+    assert check_flat(replace(flat, spans_5S=spans), LIMITS) == "a version span with an unknown kv state"
 
 
 def test_group_size_is_that_of_the_kind(group: Group) -> None:
