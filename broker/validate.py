@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import ge, gt
+from operator import add, ge, gt, lt
 
 from broker.flat import CORRECT, FINISH, KV, FlatGroup, flatten, sampled_before
 from broker.messages import Group, TaskKind
@@ -42,9 +42,11 @@ def check_flat(flat: FlatGroup, limits: Limits) -> str | None:
     reason = _check_counts(flat, limits)
     if reason or not len(flat.lengths_N):
         return reason
-    reason = _check_tokens(flat, limits)
+    reason = _check_tokens(flat, limits) or _check_span_fields(flat)
     if reason:
         return reason
+    if is_plain(flat):
+        return _check_logprobs(flat, sum(flat.mask_runs_R[1::2]))
     return _check_sampled(flat) or _check_spans(flat)
 
 
@@ -103,13 +105,52 @@ def _check_tokens(flat: FlatGroup, limits: Limits) -> str | None:
     return None
 
 
+def _check_span_fields(flat: FlatGroup) -> str | None:
+    """What one number says by itself."""
+    if min(flat.span_counts_N) < 1 or 5 * sum(flat.span_counts_N) != len(flat.spans_5S):
+        return "a trajectory without version spans, or spans of no trajectory"
+    versions = (*flat.spans_5S[2::5], *flat.spans_5S[3::5])
+    if min(versions) < 0 or max(versions) > MAX_VERSION:
+        return "a version span with an impossible version"
+    kvs = flat.spans_5S[4::5]
+    if min(kvs) < 0 or max(kvs) >= len(KV):
+        return "a version span with an unknown kv state"
+    return None
+
+
+def is_plain(flat: FlatGroup) -> bool:
+    """Whether each trajectory is a prompt and then sampled tokens, which its spans cover without a gap.
+
+    Nearly all are, and this is quickly seen. Where it is so, `_check_spans` finds nothing.
+    """
+    prompts, sampled = flat.mask_runs_R[::2], flat.mask_runs_R[1::2]
+    if len(prompts) != len(flat.lengths_N) or [*map(add, prompts, sampled)] != [*flat.lengths_N] or min(sampled) < 1:
+        return False
+    starts, ends = flat.spans_5S[::5], flat.spans_5S[1::5]
+    if not all(map(lt, starts, ends)):
+        return False
+    first = 0
+    for prompt, length, count in zip(prompts, flat.lengths_N, flat.span_counts_N, strict=True):
+        last = first + count - 1
+        if not (
+            0 <= starts[first] <= prompt and ends[last] == length and starts[first + 1 : last + 1] == ends[first:last]
+        ):
+            return False
+        first = last + 1
+    return True
+
+
 def _check_sampled(flat: FlatGroup) -> str | None:
     before = sampled_before(flat.mask_runs_R, accumulate(flat.lengths_N, initial=0))
     for number, (early, late) in enumerate(pairwise(before)):
         if early == late:
             return f"trajectory {number} has no sampled token"
-    if len(flat.logprobs_M) != before[-1]:
-        return f"{len(flat.logprobs_M)} log-probs for {before[-1]} sampled tokens"
+    return _check_logprobs(flat, before[-1])
+
+
+def _check_logprobs(flat: FlatGroup, sampled: int) -> str | None:
+    if len(flat.logprobs_M) != sampled:
+        return f"{len(flat.logprobs_M)} log-probs for {sampled} sampled tokens"
     # NaN fails every comparison, so the two bounds also refuse what is not a number.
     if not (flat.logprobs_M.max() <= LOGPROB_SLACK and flat.logprobs_M.min() > -math.inf):
         return "a log-prob is not finite, or above 0"
@@ -117,22 +158,14 @@ def _check_sampled(flat: FlatGroup) -> str | None:
 
 
 def _check_spans(flat: FlatGroup) -> str | None:
-    if min(flat.span_counts_N) < 1 or 5 * sum(flat.span_counts_N) != len(flat.spans_5S):
-        return "a trajectory without version spans, or spans of no trajectory"
-    starts, ends, incarnations, steps, kvs = (flat.spans_5S[column::5] for column in range(5))
-    offsets, lengths = [], []
-    for offset, length, count in zip(
-        accumulate(flat.lengths_N, initial=0), flat.lengths_N, flat.span_counts_N, strict=False
-    ):
-        offsets += [offset] * count
+    starts, ends = flat.spans_5S[::5], flat.spans_5S[1::5]
+    offsets: list[int] = []
+    lengths: list[int] = []
+    for end, length, count in zip(accumulate(flat.lengths_N), flat.lengths_N, flat.span_counts_N, strict=True):
+        offsets += [end - length] * count
         lengths += [length] * count
     if min(starts) < 0 or any(map(gt, ends, lengths)) or any(map(ge, starts, ends)):
         return "a version span is empty or outside its trajectory"
-    versions = (*incarnations, *steps)
-    if min(versions) < 0 or max(versions) > MAX_VERSION:
-        return "a version span with an impossible version"
-    if min(kvs) < 0 or max(kvs) >= len(KV):
-        return "a version span with an unknown kv state"
     bounds = [
         bound + offset for start, end, offset in zip(starts, ends, offsets, strict=True) for bound in (start, end)
     ]
