@@ -15,8 +15,8 @@ from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA
 from headrace.config import BrokerConfig, Config
 from tests import support
+from tests.servers import KINDS, RedisProcess
 from tests.standins import Project
-from tests.support import RedisProcess
 from tests.tiny import save_tiny_llama
 
 # How long an example takes depends on the machine; that is for the benchmarks.
@@ -28,25 +28,44 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    """One real Redis for all tests of this session; tests do not stop it."""
-    server = RedisProcess(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
+def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], RedisProcess]]:
+    """One real server of each kind for all tests of this session, started when the first one asks for it."""
+    started: dict[str, RedisProcess] = {}
+
+    def of(kind: str) -> RedisProcess:
+        if kind not in started:
+            started[kind] = RedisProcess(tmp_path_factory.mktemp("redis"), kind=kind).start()
+        return started[kind]
+
+    yield of
+    for server in started.values():
+        server.kill()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
+def redis_kind() -> str:
+    """Which server a test gets; tests/contract/ runs on all that are supported."""
+    return "default"
+
+
+@pytest.fixture
+def redis_server(redis_servers: Callable[[str], RedisProcess], redis_kind: str) -> RedisProcess:
+    """The session's server; tests do not stop it."""
+    return redis_servers(redis_kind)
+
+
+@pytest.fixture
 def redis_url(redis_server: RedisProcess) -> str:
     return redis_server.url
 
 
 @pytest.fixture
-def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RedisProcess]]:
-    """Starts Redis servers that the test may kill, fill or misconfigure; options are those of redis-server."""
+def redis_process(tmp_path_factory: pytest.TempPathFactory, redis_kind: str) -> Iterator[Callable[..., RedisProcess]]:
+    """Starts servers that the test may kill, fill or misconfigure; options are those of redis-server."""
     started: list[RedisProcess] = []
 
     def start(*options: str) -> RedisProcess:
-        started.append(RedisProcess(tmp_path_factory.mktemp("redis"), *options).start())
+        started.append(RedisProcess(tmp_path_factory.mktemp("redis"), *options, kind=redis_kind).start())
         return started[-1]
 
     yield start
@@ -86,10 +105,15 @@ async def run(redis_url: str, runs: Runs, record: RunRecord, no_key_left: None) 
     await runs.delete(record.run_id)
 
 
-@pytest.fixture(params=["redis", "memory"])
-def broker_url(request: pytest.FixtureRequest, run_id: str) -> str:
-    """Each kind of broker in turn."""
-    return f"memory:{run_id}" if request.param == "memory" else request.getfixturevalue("redis_url")
+@pytest.fixture(params=[*KINDS, "memory"])
+def broker_server(request: pytest.FixtureRequest, redis_servers: Callable[[str], RedisProcess]) -> RedisProcess | None:
+    """Each kind of broker in turn; None is the one in memory."""
+    return None if request.param == "memory" else redis_servers(request.param)
+
+
+@pytest.fixture
+def broker_url(broker_server: RedisProcess | None, run_id: str) -> str:
+    return f"memory:{run_id}" if broker_server is None else broker_server.url
 
 
 class Services:
@@ -117,21 +141,29 @@ async def any_runs(broker_url: str) -> AsyncIterator[Runs]:
 
 
 @pytest.fixture
-async def service(broker_url: str, any_runs: Runs, record: RunRecord, no_key_left: None) -> AsyncIterator[Services]:
-    """Services of one run of any broker."""
+async def service(
+    broker_url: str, broker_server: RedisProcess | None, any_runs: Runs, record: RunRecord
+) -> AsyncIterator[Services]:
+    """Services of one run of any broker, deleted afterwards: then no key of it may be left."""
     await any_runs.create(record)
     services = Services(broker_url, record.run_id)
     yield services
     await services.close()
     await any_runs.delete(record.run_id)
     assert record.run_id not in await any_runs.ids()
+    if broker_server is not None:
+        assert_no_key_left(broker_server, record.run_id)
 
 
 @pytest.fixture
-def no_key_left(redis_url: str, run_id: str) -> Iterator[None]:
+def no_key_left(redis_server: RedisProcess, run_id: str) -> Iterator[None]:
     """Once the test has deleted its run, no key of it is left that would stay for ever."""
     yield
-    with redis.Redis.from_url(redis_url) as client:
+    assert_no_key_left(redis_server, run_id)
+
+
+def assert_no_key_left(server: RedisProcess, run_id: str) -> None:
+    with redis.Redis.from_url(server.admin_url) as client:
         left = [key for key in client.scan_iter(f"{{hr:{run_id}}}:*", count=512) if client.pttl(key) == -1]
     assert not left, f"keys without a time to live after the run was deleted: {left}"
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import socket
-import subprocess
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import numpy as np
 
 from broker.messages import Group, Task, Trajectory, VersionSpan
-from deploy.redis_server import find_binary
 from headrace.version import PolicyVersion
+from tests.servers import RedisProcess as RedisProcess
 
 FAR_FUTURE_MS = 4_000_000_000_000
 
@@ -38,47 +35,6 @@ def wait_here(predicate: Callable[[], bool], what: str, seconds: float = 20.0) -
     while not predicate():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain until {what}"
         time.sleep(0.01)
-
-
-class RedisProcess:
-    """A Redis of a test's own on a free port, with password and append-only file."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self._folder = folder
-        self._options = options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.url = f"redis://:secret-of-tests@127.0.0.1:{self.port}/0"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> RedisProcess:
-        command = [find_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder]
-        command += ["--requirepass", "secret-of-tests", "--save", "", "--appendonly", "yes", *self._options]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError("Redis did not start within 20 s, or ended at once")
-            time.sleep(0.005)
-        return self
-
-    def kill(self) -> None:
-        """As `kill -9` does."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(20)
-            self._process = None
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                connection.sendall(b"AUTH secret-of-tests\r\nPING\r\n")
-                with connection.makefile("rb") as replies:
-                    return replies.readline() == b"+OK\r\n" and replies.readline() == b"+PONG\r\n"
-        except OSError:
-            return False
 
 
 def make_task(task_id: str, *, kind: str = "train", group_size: int = 2, deadline_ms: int = FAR_FUTURE_MS) -> Task:

@@ -12,6 +12,13 @@ from broker.api import RunRecord
 from broker.connect import Run, connect_run
 from headrace.config import BrokerConfig
 from tests.conftest import Services
+from tests.servers import KINDS, RedisProcess
+
+
+@pytest.fixture(params=KINDS)
+def redis_kind(request: pytest.FixtureRequest) -> str:
+    """What is about Redis holds for every server that is supported."""
+    return str(request.param)
 
 
 @pytest.fixture
@@ -23,7 +30,7 @@ async def patient(service: Services, broker_url: str, record: RunRecord) -> Asyn
 
 
 @pytest.fixture
-def somebody_waits(broker_url: str) -> Callable[[], Awaitable[bool]]:
+def somebody_waits(broker_server: RedisProcess | None) -> Callable[[], Awaitable[bool]]:
     """Whether a read waits at the broker."""
 
     async def in_memory() -> bool:
@@ -32,7 +39,8 @@ def somebody_waits(broker_url: str) -> Callable[[], Awaitable[bool]]:
         return True
 
     async def on_redis() -> bool:
-        with redis.Redis.from_url(broker_url) as client:
+        assert broker_server is not None
+        with redis.Redis.from_url(broker_server.admin_url) as client:
             return bool(client.info("clients")["blocked_clients"])
 
-    return in_memory if broker_url.startswith("memory:") else on_redis
+    return in_memory if broker_server is None else on_redis

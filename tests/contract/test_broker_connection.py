@@ -18,6 +18,12 @@ HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.2)
 PASSWORD = "secret-of-tests"
 
 
+@pytest.fixture
+def redis_kind() -> str:
+    """One server will do, without TLS: what a URL means is not the server's business."""
+    return "default"
+
+
 async def test_unreachable_is_one_sentence_without_secrets() -> None:
     runs = connect_runs(f"redis://someone:{PASSWORD}@127.0.0.1:1/0", HASTY)
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached \(Connection refused\)") as caught:
