@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from broker.api import RunRecord
+from broker.api import Reign, RunRecord
 from broker.codec import decode_group
 from broker.leases import counted
 from broker.messages import Group
 from broker.validate import MAX_GROUP_BYTES, Limits
 from headrace.errors import WireError
+from headrace.version import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,15 @@ class Arrival:
             outcome="dead",
             error=reason,
         )
+
+
+def unpublished(group: Group, reigns: Mapping[int, Reign]) -> PolicyVersion | None:
+    """A version in the group's spans that no incarnation published; None when there is none."""
+    for version in {span.version for member in group.trajectories for span in member.spans}:
+        reign = reigns.get(version.incarnation)
+        if reign is None or not reign.first <= version.step <= reign.newest:
+            return version
+    return None
 
 
 def limits_of(record: RunRecord) -> Limits:

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import replace
 
 from broker.api import Fence, Order, Reign, RunStatus
-from broker.arrivals import Arrival, limits_of
+from broker.arrivals import Arrival, limits_of, unpublished
 from broker.codec import encode_task
 from broker.memory.service import MemoryService
 from broker.messages import GroupDelivery, StepEntry, StepRecord, Task
@@ -76,6 +76,8 @@ class MemoryTrainer(MemoryService):
         for arrival in arrivals:
             try:
                 group = arrival.group(limits)
+                if version := unpublished(group, store.reigns):
+                    raise WireError(f"version {version} was published by no incarnation")
             except WireError as error:
                 reason = str(error)
                 if not store.bury_group(arrival, reason):

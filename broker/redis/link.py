@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from redis import exceptions
 
-from broker.api import Fence, RunRecord
+from broker.api import Fence, Reign, RunRecord
+from broker.bounds import MAX_REIGNS
 from broker.keys import Keys
 from broker.redis.connection import Connection
 from broker.redis.records import decode_record
@@ -33,6 +34,8 @@ class Link:
         self.connection = connection
         self.keys = Keys(run_id)
         self._record: RunRecord | None = None
+        self.reigns: dict[int, Reign] = {}
+        """What is known of the hash `reigns`, and of what this service published itself."""
 
     @property
     def run_id(self) -> str:
@@ -47,6 +50,13 @@ class Link:
             self._record = decode_record(raw)
         return self._record
 
+    def published(self, incarnation: int, reign: Reign) -> None:
+        """Remember that these versions were published; the oldest incarnations are forgotten."""
+        known = self.reigns.get(incarnation, reign)
+        self.reigns[incarnation] = Reign(min(known.first, reign.first), max(known.newest, reign.newest))
+        if len(self.reigns) > MAX_REIGNS:
+            del self.reigns[min(self.reigns)]
+
     async def script(self, name: str, *args: Any, fence: Fence | None = None) -> Any:
         """Run a script by name. Raises Fenced, Refused when the run is gone, BrokerUnavailable."""
         command = self.evalsha(name, *args, fence=fence)
@@ -55,6 +65,10 @@ class Link:
     async def once(self, command: tuple[Any, ...]) -> Any:
         """One command, tried once: for steps of a `call` that must know when a reply was lost."""
         return await self.connection.execute(*command)
+
+    async def once_all(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Several commands in one round trip, tried once."""
+        return await self.connection.execute_all(commands)
 
     async def send(self, *command: Any) -> Any:
         """One command."""
@@ -89,7 +103,7 @@ class Link:
                 "this one may change nothing"
             ) from None
         # A read that waited when its stream went is answered UNBLOCKED by Redis 7, NOGROUP by others.
-        if "NOGROUP" in text or text.startswith("UNBLOCKED"):
+        if "NOGROUP" in text or "UNBLOCKED" in text:
             log.warning("run %s: a consumer group is missing at Redis at %s; making it anew", self.run_id, self.place)
             await self._repair()
             return True

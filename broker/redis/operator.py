@@ -10,7 +10,7 @@ from broker.bounds import KEEP_ENDED_MS
 from broker.messages import GroupDelivery, TaskKind
 from broker.redis.link import Link, stream_entries, text
 from broker.redis.service import RedisService
-from broker.redis.trainer import arrival_of
+from broker.redis.taking import arrival_of, small
 from broker.sheet import balances
 from headrace.errors import WireError
 
@@ -49,8 +49,9 @@ class RedisOperator(RedisService):
         if after == "$":
             after = self._finished_from or await self._newest(stream)
             self._finished_from = after
+        count = PAGE if await small(self._link) else 1
         reply = await self._link.send(
-            "XREAD", "COUNT", PAGE, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, after or "0"
+            "XREAD", "COUNT", count, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, after or "0"
         )
         found = []
         limits = limits_of(await self.record())

@@ -16,6 +16,7 @@ from headrace.errors import Fenced, Refused
 from headrace.version import PolicyVersion
 from tests.conftest import BROKER, Services
 from tests.support import make_group, make_task, wait_until
+from tests.trainers import reign
 
 LEASE_S = 30.0
 Waits = Callable[[], Awaitable[bool]]
@@ -44,7 +45,7 @@ def entry(delivery: GroupDelivery, verdict: str = "trained", reason: str = "") -
 
 async def test_a_task_becomes_a_group_and_a_verdict(service: Services) -> None:
     trainer, producer = service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     task = make_task("a")
     await trainer.admit(fence, [task])
     await beat(producer, "p0")
@@ -69,7 +70,7 @@ async def test_a_task_becomes_a_group_and_a_verdict(service: Services) -> None:
 
 async def test_admitting_twice_is_admitting_once(service: Services) -> None:
     trainer = service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     tasks = [make_task("a"), make_task("b", kind="eval")]
     await trainer.admit(fence, tasks)
     await trainer.admit(fence, tasks)
@@ -81,7 +82,7 @@ async def test_admitting_twice_is_admitting_once(service: Services) -> None:
 
 async def test_depths_follow_the_tasks(service: Services) -> None:
     trainer, producer = service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task(name) for name in "abcd"])
     await beat(producer, "p0")
     taken = await producer.take("p0", 3, 0)
@@ -94,7 +95,7 @@ async def test_depths_follow_the_tasks(service: Services) -> None:
 
 async def test_a_waiting_producer_is_woken_by_admission(service: Services, patient: Run, somebody_waits: Waits) -> None:
     trainer = service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await beat(patient, "p0")
     waiting = asyncio.create_task(patient.take("p0", 1, 60_000))
     await wait_until(somebody_waits, "the producer waits")
@@ -105,7 +106,7 @@ async def test_a_waiting_producer_is_woken_by_admission(service: Services, patie
 
 async def test_a_waiting_trainer_is_woken_by_a_group(service: Services, patient: Run, somebody_waits: Waits) -> None:
     producer = service()
-    fence = await patient.take_fence(0)
+    fence = await reign(patient)
     await patient.admit(fence, [make_task("a")])
     await beat(producer, "p0")
     (delivery,) = await producer.take("p0", 1, 0)
@@ -118,7 +119,7 @@ async def test_a_waiting_trainer_is_woken_by_a_group(service: Services, patient:
 
 async def test_publishing_twice_is_publishing_once(service: Services) -> None:
     trainer, producer = service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("a")])
     await beat(producer, "p0")
     (delivery,) = await producer.take("p0", 1, 0)
@@ -133,7 +134,7 @@ async def test_publishing_twice_is_publishing_once(service: Services) -> None:
 
 async def test_tasks_of_a_dead_producer_go_to_another_and_it_is_superseded(service: Services) -> None:
     trainer, dead, alive = service(), service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("a"), make_task("b")])
     await beat(dead, "dead")
     await beat(alive, "alive")
@@ -151,7 +152,7 @@ async def test_tasks_of_a_dead_producer_go_to_another_and_it_is_superseded(servi
 
 async def test_a_lease_runs_out(service: Services) -> None:
     trainer, dead, alive = service(), service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("a")])
     await beat(dead, "dead", 0.05)
     await dead.take("dead", 1, 0)
@@ -168,7 +169,7 @@ async def test_a_lease_runs_out(service: Services) -> None:
 
 async def test_a_process_that_joins_under_an_old_name_holds_nothing(service: Services, record: RunRecord) -> None:
     trainer, before, after = service(), service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("a")])
     await beat(before, "p0")
     (old,) = await before.take("p0", 1, 0)
@@ -197,7 +198,7 @@ async def test_a_producer_that_differs_is_refused(
 
 async def test_given_back_tasks_are_delivered_at_once(service: Services) -> None:
     trainer, leaving, other = service(), service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("a")])
     await beat(leaving, "leaving")
     await beat(other, "other")
@@ -216,7 +217,7 @@ async def test_given_back_tasks_are_delivered_at_once(service: Services) -> None
 
 async def test_a_task_that_kills_its_producers_is_dead(service: Services) -> None:
     trainer = service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("poison"), make_task("good")])
     for number in range(BROKER.max_deliveries):
         victim = service()
@@ -241,7 +242,7 @@ async def test_a_task_that_kills_its_producers_is_dead(service: Services) -> Non
 
 async def test_a_task_past_its_deadline_fails_by_rule(service: Services) -> None:
     trainer, producer = service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("late", deadline_ms=await trainer.now_ms() - 1), make_task("good")])
     await beat(producer, "p0")
     (delivery,) = await producer.take("p0", 4, 0)
@@ -255,7 +256,7 @@ async def test_a_task_past_its_deadline_fails_by_rule(service: Services) -> None
 
 async def test_an_invalid_group_is_dead_and_frees_its_slot(service: Services) -> None:
     trainer, producer = service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("bad"), make_task("good")])
     await beat(producer, "p0")
     bad, good = await producer.take("p0", 2, 0)
@@ -294,14 +295,14 @@ async def test_an_older_trainer_is_fenced_in_everything(service: Services) -> No
 
 async def test_a_new_trainer_takes_over_what_was_open(service: Services) -> None:
     old, new, producer = service(), service(), service()
-    stale = await old.take_fence(0)
+    stale = await reign(old)
     await old.admit(stale, [make_task(name) for name in "abcd"])
     await beat(producer, "p0")
     for delivery in await producer.take("p0", 4, 0):
         await producer.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
     taken = await old.take_groups(stale, 3, 0)
     await old.settle(stale, [entry(taken[0])])
-    fence = await new.take_fence(0)
+    fence = await reign(new)
     assert [delivery.group.task_id for delivery in await new.open_groups(fence)] == ["b", "c"]
     (last,) = await new.take_groups(fence, 4, 0)
     assert last.group.task_id == "d"
@@ -313,7 +314,7 @@ async def test_a_new_trainer_takes_over_what_was_open(service: Services) -> None
 
 async def test_the_step_log_is_replayed_without_forks(service: Services) -> None:
     trainer = service()
-    first = await trainer.take_fence(0)
+    first = await reign(trainer)
     records = [
         StepRecord(PolicyVersion(1, step), (StepEntry(f"{step}-0", f"t{step}", "trained"),)) for step in (1, 2, 3)
     ]
@@ -322,7 +323,7 @@ async def test_the_step_log_is_replayed_without_forks(service: Services) -> None
         await trainer.append_step(first, record)
     assert await trainer.steps_after(0) == records
     assert await trainer.steps_after(1) == records[1:]
-    second = await trainer.take_fence(0)
+    second = await reign(trainer)
     forked = StepRecord(PolicyVersion(2, 2), (StepEntry("9-0", "t9", "stale", "lag"),))
     await trainer.append_step(second, forked)
     assert await trainer.steps_after(0) == [records[0], forked]
@@ -330,7 +331,7 @@ async def test_the_step_log_is_replayed_without_forks(service: Services) -> None
 
 async def test_finished_groups_can_be_read_without_taking_them(service: Services) -> None:
     trainer, producer, reader = service(), service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task("a"), make_task("b")])
     await beat(producer, "p0")
     taken = await producer.take("p0", 2, 0)
@@ -347,7 +348,7 @@ async def test_finished_groups_can_be_read_without_taking_them(service: Services
 
 async def test_settled_groups_leave_in_the_end(service: Services) -> None:
     trainer, producer, reader = service(), service(), service()
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await beat(producer, "p0")
     for batch in range(10):
         await trainer.admit(fence, [make_task(f"{batch}-{number}") for number in range(20)])

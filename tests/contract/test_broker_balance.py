@@ -18,6 +18,7 @@ from broker.messages import SCHEMA, GroupDelivery, StepEntry, TaskDelivery, Verd
 from headrace.config import BrokerConfig
 from headrace.errors import Fenced
 from tests.support import make_group, make_task
+from tests.trainers import reign
 
 CONFIG = BrokerConfig(stream_block_ms=500, connect_timeout_s=5.0, max_deliveries=2)
 PRODUCERS = ("p0", "p1", "p2")
@@ -56,7 +57,7 @@ class Walk:
     groups: list[GroupDelivery] = field(default_factory=list)
 
     async def start(self) -> None:
-        self.fences.append(await self.run.take_fence(0))
+        self.fences.append(await reign(self.run))
 
     async def step(self, name: str, *args: Any) -> None:
         await getattr(self, name)(*args)
@@ -125,7 +126,7 @@ class Walk:
             await self.run.settle(self.fences[-1], [StepEntry("", pick(self.tasks, which), "lost", "gone")])
 
     async def new_trainer(self, reads: bool) -> None:
-        self.fences.append(await self.run.take_fence(0))
+        self.fences.append(await reign(self.run))
         if reads:
             opened = await self.run.open_groups(self.fences[-1])
             self.groups += opened

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from broker.api import Fence, Peer, Reign
+from broker.api import Fence, Reign
 from broker.bounds import MAX_DEAD_BYTES
 from broker.connect import Run
 from broker.messages import StepEntry
@@ -16,13 +16,7 @@ from headrace.errors import Refused
 from headrace.version import PolicyVersion
 from tests.conftest import BROKER, Services
 from tests.support import make_group, make_task, make_trajectory
-
-
-async def begun(run: Run, *names: str) -> Fence:
-    fence = await run.take_fence(0)
-    await run.admit(fence, [make_task(name) for name in names])
-    await run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
-    return fence
+from tests.trainers import begun, closed, reign
 
 
 async def invalid_group(run: Run, fence: Fence, task_id: str) -> None:
@@ -41,12 +35,6 @@ async def kill(run: Run, task_id: str) -> None:
         assert delivery.task.task_id == task_id
         await run.retire(f"victim{number}")
     assert await run.take("p0", 1, 0) == []
-
-
-async def sheet(run: Run) -> tuple[int, int, dict[str, int]]:
-    (balance,) = await run.balance()
-    assert balance.closed, balance
-    return balance.admitted, balance.outstanding, balance.verdicts
 
 
 async def test_dead_letters_are_listed_shown_and_dropped(service: Services) -> None:
@@ -82,15 +70,15 @@ async def test_a_group_that_is_replayed_comes_again_as_it_was(service: Services)
     run, operator = service(), service()
     fence = await begun(run, "a")
     await invalid_group(run, fence, "a")
-    assert await sheet(run) == (1, 0, {"dead": 1})
+    assert await closed(run) == (1, 0, {"dead": 1})
     (letter,) = await operator.dead("", 10)
     body = (await operator.dead_letter(letter.letter_id)).body
     await operator.replay_dead(letter.letter_id)
-    assert await sheet(run) == (2, 1, {"dead": 1})
+    assert await closed(run) == (2, 1, {"dead": 1})
     assert await operator.dead("", 10) == []
     (seen,) = await run.take_groups(fence, 4, 0)
     assert (seen.group.outcome, seen.group.attempt, seen.group.producer) == ("dead", 1, "p0")
-    assert await sheet(run) == (2, 0, {"dead": 2})
+    assert await closed(run) == (2, 0, {"dead": 2})
     (letter,) = await operator.dead("", 10)
     assert (await operator.dead_letter(letter.letter_id)).body == body
 
@@ -104,13 +92,13 @@ async def test_a_task_that_is_replayed_is_played_with_all_its_deliveries(service
     (letter,) = await operator.dead("", 10)
     assert (letter.source, letter.attempt) == ("tasks", "4")
     await operator.replay_dead(letter.letter_id)
-    assert await sheet(run) == (2, 1, {"dead": 1})
+    assert await closed(run) == (2, 1, {"dead": 1})
     (delivery,) = await run.take("p0", 1, 0)
     assert (delivery.task, delivery.attempt) == (make_task("a"), 5)
     assert await run.publish("p0", delivery, make_group(delivery.task, 5, "p0")) == "published"
     (arrived,) = await run.take_groups(fence, 1, 0)
     await run.settle(fence, [StepEntry(arrived.entry_id, "a", "trained")])
-    assert await sheet(run) == (2, 0, {"dead": 1, "trained": 1})
+    assert await closed(run) == (2, 0, {"dead": 1, "trained": 1})
 
 
 async def test_what_cannot_be_replayed_says_why_and_stays(service: Services) -> None:
@@ -122,7 +110,7 @@ async def test_what_cannot_be_replayed_says_why_and_stays(service: Services) -> 
     with pytest.raises(Refused, match=f"'{letter.letter_id}' belongs to a task that is outstanding again"):
         await operator.replay_dead(letter.letter_id)
     assert len(await operator.dead("", 10)) == 1
-    assert await sheet(run) == (2, 1, {"dead": 1})
+    assert await closed(run) == (2, 1, {"dead": 1})
 
 
 async def test_what_was_cut_is_not_replayed(service: Services) -> None:
@@ -137,13 +125,13 @@ async def test_what_was_cut_is_not_replayed(service: Services) -> None:
     assert letter.length > MAX_DEAD_BYTES == len((await operator.dead_letter(letter.letter_id)).body)
     with pytest.raises(Refused, match="longer than the 1048576 bytes"):
         await operator.replay_dead(letter.letter_id)
-    assert await sheet(run) == (1, 0, {"dead": 1})
+    assert await closed(run) == (1, 0, {"dead": 1})
 
 
 async def test_the_cursor_is_what_the_newest_admission_said(service: Services) -> None:
     trainer, other = service(), service()
     assert (await other.state()).cursor == 0
-    fence = await trainer.take_fence(0)
+    fence = await reign(trainer)
     await trainer.admit(fence, [make_task(f"t{number}") for number in range(300)], cursor=300)
     assert (await other.state()).cursor == 300
     await trainer.admit(fence, [make_task("exam", kind="eval")])

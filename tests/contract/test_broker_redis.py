@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 import redis
@@ -19,28 +19,16 @@ from headrace.config import BrokerConfig
 from headrace.errors import BrokerUnavailable, Refused
 from headrace.version import PolicyVersion
 from tests.support import RedisProcess, make_group, make_task, wait_until
+from tests.trainers import begun, closed, reign
 
 CONFIG = BrokerConfig(stream_block_ms=20_000, connect_timeout_s=10.0, max_deliveries=3)
 HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.2)
 
 
 @pytest.fixture
-def raw(redis_url: str) -> redis.Redis:
-    with redis.Redis.from_url(redis_url) as client:
+def raw(redis_server: RedisProcess) -> redis.Redis:
+    with redis.Redis.from_url(redis_server.admin_url) as client:
         yield client
-
-
-async def admitted(run: Run, *names: str) -> object:
-    fence = await run.take_fence(0)
-    await run.admit(fence, [make_task(name) for name in names])
-    await run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
-    return fence
-
-
-async def closed(run: Run) -> tuple[int, int, dict[str, int]]:
-    (balance,) = await run.balance()
-    assert balance.closed, balance
-    return balance.admitted, balance.outstanding, balance.verdicts
 
 
 async def test_a_redis_that_evicts_is_refused(redis_process: Callable[..., RedisProcess]) -> None:
@@ -57,21 +45,21 @@ async def test_services_go_on_after_redis_was_killed_and_restarted(
     runs = connect_runs(server.url, CONFIG)
     await runs.create(record)
     run = connect_run(server.url, record.run_id, CONFIG)
-    fence = await admitted(run, "a", "b")
+    fence = await begun(run, "a", "b")
     (delivery,) = await run.take("p0", 1, 0)
     server.kill()
     publishing = asyncio.create_task(run.publish("p0", delivery, make_group(delivery.task, 1, "p0")))
     await asyncio.to_thread(server.start)
     assert await publishing == "published"
     (arrived,) = await run.take_groups(fence, 4, 0)
-    await run.settle(fence, "train", [StepEntry(arrived.entry_id, "a", "trained")])
+    await run.settle(fence, [StepEntry(arrived.entry_id, "a", "trained")])
     assert await closed(run) == (2, 1, {"trained": 1})
     await run.close()
     await runs.close()
 
 
 async def test_a_consumer_group_that_vanished_is_made_anew(run: Run, raw: redis.Redis, run_id: str) -> None:
-    fence = await admitted(run, "a")
+    fence = await begun(run, "a")
     raw.xgroup_destroy(Keys(run_id).of("tasks"), "producers")
     raw.xgroup_destroy(Keys(run_id).of("groups"), "trainer")
     (delivery,) = await run.take("p0", 1, 0)
@@ -87,8 +75,8 @@ async def test_an_emptied_redis_is_a_run_that_is_gone(
     runs = connect_runs(server.url, CONFIG)
     await runs.create(record)
     run = connect_run(server.url, record.run_id, CONFIG)
-    fence = await admitted(run, "a")
-    with redis.Redis.from_url(server.url) as client:
+    fence = await begun(run, "a")
+    with redis.Redis.from_url(server.admin_url) as client:
         client.flushall()
         for call in (run.take("p0", 1, 50), run.take_groups(fence, 1, 50), run.state(), run.balance()):
             with pytest.raises(Refused, match="no run"):
@@ -101,18 +89,17 @@ async def test_an_emptied_redis_is_a_run_that_is_gone(
 async def test_a_redis_whose_disk_refuses_is_one_sentence(
     redis_process: Callable[..., RedisProcess], record: RunRecord, tmp_path: Path
 ) -> None:
-    server = redis_process()
+    (tmp_path / "disk").mkdir()
+    server = redis_process("--dir", str(tmp_path / "disk"), "--appendonly", "no")
     runs = connect_runs(server.url, HASTY)
     await runs.ping()
-    (tmp_path / "disk").mkdir()
-    with redis.Redis.from_url(server.url) as client:
-        client.config_set("dir", str(tmp_path / "disk"))
+    with redis.Redis.from_url(server.admin_url) as client:
         client.config_set("save", "3600 1")
         (tmp_path / "disk").rmdir()
         client.bgsave()
         await wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "Redis cannot save")
         with pytest.raises(
-            BrokerUnavailable, match=r"cannot write to its disk \(Redis is configured to save .*gave up"
+            BrokerUnavailable, match=r"cannot write to its disk \((Redis|Valkey) is configured to save .*gave up"
         ):
             await runs.create(record)
         client.config_set("save", "")
@@ -127,10 +114,10 @@ async def test_at_maxmemory_new_work_waits_and_the_rest_goes_on(
     runs = connect_runs(server.url, HASTY)
     await runs.create(record)
     run = connect_run(server.url, record.run_id, HASTY)
-    fence = await admitted(run, "a", "b")
+    fence = await begun(run, "a", "b")
     first, second = await run.take("p0", 2, 0)
     await run.publish("p0", first, make_group(first.task, 1, "p0"))
-    with redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(server.admin_url) as client:
         client.config_set("maxmemory", "1")
         with pytest.raises(BrokerUnavailable, match="full"):
             await run.publish("p0", second, make_group(second.task, 1, "p0"))
@@ -139,7 +126,7 @@ async def test_at_maxmemory_new_work_waits_and_the_rest_goes_on(
         assert [peer.alive for peer in await run.peers()] == [True]
         assert await run.renew("p0", [second.entry_id]) == []
         (arrived,) = await run.take_groups(fence, 4, 0)
-        await run.settle(fence, "train", [StepEntry(arrived.entry_id, "a", "trained")])
+        await run.settle(fence, [StepEntry(arrived.entry_id, "a", "trained")])
         await run.set_step(fence, 1)
         client.config_set("maxmemory", "0")
     assert await run.publish("p0", second, make_group(second.task, 1, "p0")) == "published"
@@ -155,58 +142,18 @@ async def test_an_ended_run_leaves_by_itself_unless_it_goes_on(
         keys = raw.scan_iter(f"{{hr:{run_id}}}:*")
         return {key.decode().partition("}:")[2] for key in keys if raw.pttl(key) == -1}
 
-    fence = await admitted(run, "a", "b")
+    fence = await begun(run, "a", "b")
     (delivery,) = await run.take("p0", 1, 0)
     assert {"record", "state", "tasks"} <= kept_for_ever()
     await run.finish(fence, "finished", "done")
     assert kept_for_ever() == set()
     await run.join(Hello("p1", SCHEMA, record.digests, "host", 1))
     await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
-    await run.take_fence(0)
+    await reign(run)
     assert {"record", "state", "tasks", "groups", "published"} <= kept_for_ever()
     await run.set_status("failed", "the launcher gave up")
     await run.lease(PolicyVersion(1, 1), "p1", 30.0)
     assert kept_for_ever() == set()
-
-
-async def test_foreign_entries_end_in_dead_and_the_trainer_goes_on(run: Run, raw: redis.Redis, run_id: str) -> None:
-    keys = Keys(run_id)
-    fence = await admitted(run, "a")
-    raw.xadd(keys.of("tasks"), {"task": "foreign", "attempt": "0", "kind": "train", "body": b"\xc1"})
-    raw.xadd(keys.of("tasks"), {"nonsense": "1"})
-    assert await closed(run) == (1, 1, {})
-    (delivery,) = await run.take("p0", 4, 0)
-    await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
-    body = raw.xrange(keys.of("groups"))[0][1][b"body"]
-    fields = {"task": "a", "attempt": "1", "kind": "train", "producer": "p0"}
-    raw.xadd(keys.of("groups"), {**fields, "body": b"not msgpack"})
-    raw.xadd(keys.of("groups"), {**fields, "attempt": "7", "body": body})
-    raw.xadd(keys.of("groups"), {"body": b""})
-    assert await closed(run) == (1, 1, {})
-    (arrived,) = await run.take_groups(fence, 8, 0)
-    assert arrived.group.task_id == "a"
-    assert (await run.depths()).dead == 5
-    reasons = [fields[b"reason"].decode() for _, fields in raw.xrange(keys.of("dead"))]
-    assert "task: the body is not msgpack (FormatError)" in reasons
-    assert "field attempt of the entry is '7', in its body '1'" in reasons
-    await run.settle(fence, "train", [StepEntry(arrived.entry_id, "a", "trained")])
-    assert await closed(run) == (1, 0, {"trained": 1})
-
-
-async def test_a_group_that_the_trainer_holds_is_not_delivered_anew_when_redis_forgets_its_delivery(
-    run: Run, raw: redis.Redis, run_id: str
-) -> None:
-    fence = await admitted(run, "a", "b")
-    first, second = await run.take("p0", 2, 0)
-    await run.publish("p0", first, make_group(first.task, 1, "p0"))
-    (held,) = await run.take_groups(fence, 1, 0)
-    raw.xgroup_setid(Keys(run_id).of("groups"), "trainer", "0")
-    assert await run.take_groups(fence, 1, 50) == []
-    await run.publish("p0", second, make_group(second.task, 1, "p0"))
-    (new,) = await run.take_groups(fence, 2, 50)
-    entries = [StepEntry(one.entry_id, one.group.task_id, "trained") for one in (held, new)]
-    await run.settle(fence, "train", entries)
-    assert await closed(run) == (2, 0, {"trained": 2})
 
 
 async def test_a_foreign_entry_among_the_orders_is_obeyed_by_nobody(run: Run, raw: redis.Redis, run_id: str) -> None:
@@ -219,35 +166,13 @@ async def test_a_foreign_entry_among_the_orders_is_obeyed_by_nobody(run: Run, ra
     assert (order.kind, order.target, order.count) == ("scale", "producer", 2)
 
 
-async def test_a_second_group_of_a_task_is_not_counted(run: Run, raw: redis.Redis, run_id: str) -> None:
-    fence = await admitted(run, "a")
-    (delivery,) = await run.take("p0", 4, 0)
-    await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
-    stream = Keys(run_id).of("groups")
-    raw.xadd(stream, raw.xrange(stream)[0][1])
-    first, second = await run.take_groups(fence, 8, 0)
-    await run.settle(fence, "train", [StepEntry(second.entry_id, "a", "superseded")])
-    assert await closed(run) == (1, 1, {})
-    await run.settle(fence, "train", [StepEntry(first.entry_id, "a", "trained")])
-    assert await closed(run) == (1, 0, {"trained": 1})
-
-
-async def test_dead_keeps_a_mebibyte_of_a_huge_entry(run: Run, raw: redis.Redis, run_id: str) -> None:
-    fence = await admitted(run, "a")
-    raw.xadd(Keys(run_id).of("groups"), {"task": "a", "attempt": "1", "kind": "train", "body": bytes(70 << 20)})
-    assert await run.take_groups(fence, 1, 0) == []
-    ((_, entry),) = raw.xrange(Keys(run_id).of("dead"))
-    assert (len(entry[b"body"]), entry[b"length"]) == (1 << 20, str(70 << 20).encode())
-    assert len(entry[b"sha256"]) == 64
-
-
 class DeafWire:
     """Between a service and Redis: requests pass; one reply is swallowed, with the connection cut."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._server = parts.hostname, parts.port
-        self._auth = parts.netloc.rpartition("@")[0]
+        self._parts = parts
         self._passing: int | None = None
         self.swallowed = 0
 
@@ -260,7 +185,7 @@ class DeafWire:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            yield f"redis://{self._auth}@127.0.0.1:{port}/0"
+            yield urlunsplit(self._parts._replace(netloc=f"{self._parts.netloc.rpartition('@')[0]}@127.0.0.1:{port}"))
         finally:
             server.close()
 
@@ -290,7 +215,7 @@ class DeafWire:
 
 
 async def test_what_a_lost_reply_carried_is_delivered_again(run: Run, redis_url: str, run_id: str) -> None:
-    fence = await run.take_fence(0)
+    fence = await reign(run)
     wire = DeafWire(redis_url)
     async with wire.open() as url:
         service = connect_run(url, run_id, CONFIG)
@@ -309,7 +234,7 @@ async def test_what_a_lost_reply_carried_is_delivered_again(run: Run, redis_url:
         assert (first.group.task_id, second.group.task_id) == ("a", "b")
         wire.swallow()
         entries = [StepEntry(one.entry_id, one.group.task_id, "trained") for one in (first, second)]
-        await service.settle(fence, "train", entries)
+        await service.settle(fence, entries)
         assert wire.swallowed == 4
         assert await closed(service) == (2, 0, {"trained": 2})
         await service.close()
@@ -321,7 +246,7 @@ async def test_what_a_lost_reply_carried_to_one_that_waited_is_delivered_again(
     def blocked() -> bool:
         return raw.info("clients")["blocked_clients"] > 0
 
-    fence = await run.take_fence(0)
+    fence = await reign(run)
     wire = DeafWire(redis_url)
     async with wire.open() as url:
         service = connect_run(url, run_id, CONFIG)
@@ -342,7 +267,7 @@ async def test_what_a_lost_reply_carried_to_one_that_waited_is_delivered_again(
 
 
 async def test_deleting_is_for_good(runs: Runs, run: Run, raw: redis.Redis, run_id: str) -> None:
-    fence = await admitted(run, "a", "b")
+    fence = await begun(run, "a", "b")
     (delivery,) = await run.take("p0", 1, 0)
     waiting = asyncio.create_task(run.take_groups(fence, 1, 200))
     await wait_until(lambda: b"xreadgroup" in raw.execute_command("CLIENT", "LIST"), "the trainer waits")
@@ -353,7 +278,7 @@ async def test_deleting_is_for_good(runs: Runs, run: Run, raw: redis.Redis, run_
         run.publish("p0", delivery, make_group(delivery.task, 1, "p0")),
         run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0),
         run.lease(PolicyVersion(1, 1), "p0", 30.0),
-        run.settle(fence, "train", [StepEntry("1-1", "a", "trained")]),
+        run.settle(fence, [StepEntry("1-1", "a", "trained")]),
     ):
         with pytest.raises(Refused):
             await call

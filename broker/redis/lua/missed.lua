@@ -1,15 +1,18 @@
 -- KEYS record state groups
 -- FENCED
--- ARGV: then consumer, then ids that it knows of. Answers at most 1024 other ids that are pending to it.
-local known, missed, after = {}, {}, '-'
-for i = 4, #ARGV do
+-- ARGV: then consumer, the most entries, then ids that it knows of. Answers other ids that are pending to it.
+local most, known, missed, after = tonumber(ARGV[4]), {}, {}, '-'
+for i = 5, #ARGV do
   known[ARGV[i]] = true
 end
 while true do
   local pending = redis.call('XPENDING', groups, 'trainer', after, '+', 256, ARGV[3])
   for _, entry in ipairs(pending) do
-    if not known[entry[1]] and #missed < 1024 then
+    if not known[entry[1]] then
       table.insert(missed, entry[1])
+      if #missed >= most then
+        return missed
+      end
     end
   end
   if #pending < 256 then

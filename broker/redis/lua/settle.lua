@@ -1,30 +1,31 @@
 -- KEYS record state tasks groups open sheet settled
 -- FENCED
 -- ALWAYS
--- ARGV: then how many settled groups stay readable, then entry id, task id, verdict, reason of each
--- A task is counted when its open entry is the one named; an empty entry id names whatever the task is now.
+-- ARGV: then how many settled groups stay readable, then entry id, task id, verdict, reason, held of each.
+-- An empty entry id names whatever the task is now. Held is 1 for what the trainer was given and had not settled: its
+-- task closes whatever entry it has now, since a Redis that lost its newest writes has an older or a second one.
 local counted = 0
-for i = 4, #ARGV, 4 do
-  local entry, task, verdict, reason = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-  local known = redis.call('HGET', open, task)
-  local kind, where, id
-  if known then
-    kind, where, id = string.match(known, '^(%S+) (%S+) (%S+)$')
-  end
-  if known and entry == '' and where == 't' then
-    redis.call('XACK', tasks, 'producers', id)
-    redis.call('XDEL', tasks, id)
-  elseif known and entry == '' then
+for i = 4, #ARGV, 5 do
+  local entry, task, verdict, reason, held = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4] == '1'
+  local kind, where, id = string.match(redis.call('HGET', open, task) or '', '^(%S+) (%S+) (%S+)$')
+  local any = entry == ''
+  if any and where == 'g' then
     entry = id
   end
-  local counts = known and (entry == '' or (where == 'g' and entry == id))
-  if entry ~= '' and redis.call('XACK', groups, 'trainer', entry) == 1 then
+  local acked = entry ~= '' and redis.call('XACK', groups, 'trainer', entry) == 1
+  if acked and not redis.call('LPOS', settled, entry) then
     redis.call('RPUSH', settled, entry)
-  elseif entry ~= '' and counts then
-    -- Nobody has read it, and nobody shall.
-    redis.call('XDEL', groups, entry)
   end
-  if counts then
+  local named = where == 'g' and id == entry
+  if kind and (any or named or (held and verdict ~= 'superseded')) then
+    if where == 't' then
+      redis.call('XACK', tasks, 'producers', id)
+      redis.call('XDEL', tasks, id)
+    elseif not (named and acked) then
+      -- Nobody has read it, or it is a second one: nobody shall.
+      redis.call('XACK', groups, 'trainer', id)
+      redis.call('XDEL', groups, id)
+    end
     redis.call('HDEL', open, task)
     count(sheet, kind, verdict, reason)
     counted = counted + 1

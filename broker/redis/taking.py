@@ -1,0 +1,170 @@
+"""How the trainer takes groups: one round trip that asks the fence and reads, one that asks who waits for them.
+
+A trainer that lost its fence may still read in that round trip; its deliveries are the new one's at its next look,
+which adopts whatever other consumers hold.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from broker.api import Fence, Reign
+from broker.arrivals import Arrival, limits_of, unpublished
+from broker.held import Held, fitting
+from broker.messages import GroupDelivery
+from broker.redis.link import Entry, Fields, Link, entries_of, stream_entries, text
+from broker.redis.producer import remains
+from broker.redis.service import RedisService
+from broker.validate import MAX_GROUP_BYTES, Limits
+from headrace.errors import WireError
+
+BATCH = 256
+"""Deliveries that are adopted at once, so that no script blocks Redis for long."""
+PAGE = 32
+"""Groups read at once when an earlier trainer's are taken over."""
+_REIGN = re.compile(r"([0-9]{1,10}) ([0-9]{1,10})")
+
+
+class RedisTaking(RedisService):
+    """The part of TrainerPort that brings groups."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._held = Held()
+        self._groups_lost = False
+        """A read failed after Redis may have delivered; the next one asks for what it carried."""
+        self._left = 0, 0
+        """Entries that were left to read at the last look, and their bytes."""
+
+    async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
+        if count < 1:
+            return []
+        entries = await self._link.call(lambda: self._take_groups_once(fence, count, block_ms))
+        return await self._deliver(fence, entries, look=len(entries) >= fitting(count, *self._left))
+
+    async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
+        while await self._link.script("adopt", _consumer(fence), BATCH, fence=fence):
+            pass
+        delivered: list[GroupDelivery] = []
+        count, after = PAGE if await small(self._link) else 1, "0"
+        while True:
+            reply = await self._link.send(*self._read(fence, count, None, after))
+            page = reply[0][1] if reply else []
+            if not page:
+                return delivered
+            after = text(page[-1][0])
+            delivered += await self._deliver(fence, entries_of(page), look=False)
+
+    async def reigns(self) -> dict[int, Reign]:
+        for incarnation, reign in reigns_of(await self._link.send("HGETALL", self._link.keys.of("reigns"))).items():
+            self._link.published(incarnation, reign)
+        return dict(self._link.reigns)
+
+    def _read(self, fence: Fence, count: int, block_ms: int | None, after: str = ">") -> tuple[str | int, ...]:
+        block = () if block_ms is None else ("BLOCK", self._link.block_ms(block_ms))
+        stream = self._link.keys.of("groups")
+        return "XREADGROUP", "GROUP", "trainer", _consumer(fence), "COUNT", count, *block, "STREAMS", stream, after
+
+    async def _take_groups_once(self, fence: Fence, count: int, block_ms: int) -> list[Entry]:
+        """Tried again by the caller when the connection fails: then `_groups_lost` says that a reply may be lost."""
+        count = fitting(count, *self._left)
+        lost, self._groups_lost = self._groups_lost, True
+        entries = await self._missed(fence, count) if lost else []
+        if not entries:
+            read = self._read(fence, count, block_ms if block_ms > 0 else None)
+            adopted, reply = await self._link.once_all((self._adopt(fence), read))
+            entries = stream_entries(reply)
+            if adopted:
+                entries += await self._missed(fence, count, *(entry_id for entry_id, _ in entries))
+        self._groups_lost = lost and len(entries) >= count
+        # A Redis that came back without its last writes delivers anew what this trainer still holds.
+        return [entry for entry in entries if not self._held.knows(entry[0])]
+
+    def _adopt(self, fence: Fence) -> tuple[Any, ...]:
+        return self._link.evalsha("adopt", _consumer(fence), BATCH, fence=fence)
+
+    async def _missed(self, fence: Fence, count: int, *seen: str) -> list[Entry]:
+        """Deliveries to this trainer that it never saw: a lost reply's, or those of a trainer that is fenced."""
+        me = _consumer(fence)
+        known = (*self._held.ids(), *seen)
+        missed = await self._link.once(self._link.evalsha("missed", me, count, *known, fence=fence))
+        if not missed:
+            return []
+        stream = self._link.keys.of("groups")
+        return entries_of(await self._link.once(("XCLAIM", stream, "trainer", me, 0, *missed)))
+
+    async def _deliver(self, fence: Fence, entries: list[Entry], *, look: bool) -> list[GroupDelivery]:
+        if not entries:
+            return []
+        arrivals = [arrival_of(entry_id, fields) for entry_id, fields in entries]
+        names = [part for arrival in arrivals for part in (arrival.entry_id, arrival.task_id)]
+        number, nbytes, *states = await self._link.script("arrived", int(look), *names)
+        came = sum(len(arrival.body) for arrival in arrivals)
+        self._left = number, max(0, nbytes - self._held.nbytes - came)
+        limits = limits_of(await self.record())
+        delivered = []
+        for arrival, state in zip(arrivals, map(text, states), strict=True):
+            delivery = await self._receive(fence, arrival, state, limits)
+            if delivery is not None:
+                delivered.append(delivery)
+        return delivered
+
+    async def _receive(self, fence: Fence, arrival: Arrival, state: str, limits: Limits) -> GroupDelivery | None:
+        """The delivery; None for an entry that nobody shall see."""
+        if state == "settled":
+            return None
+        if state:
+            await self._bury(fence, arrival, state)
+            return None
+        if self._held.entries.get(arrival.task_id, arrival.entry_id) != arrival.entry_id:
+            # Redis lost the group that was handed out, and had its task played again.
+            self._held.stand_in(arrival.entry_id, arrival.task_id)
+            return None
+        try:
+            group = arrival.group(limits)
+            if unpublished(group, self._link.reigns) and (version := unpublished(group, await self.reigns())):
+                raise WireError(f"version {version} was published by no incarnation")
+        except WireError as error:
+            if not await self._bury(fence, arrival, str(error)):
+                return None
+            return GroupDelivery(arrival.entry_id, len(arrival.body), arrival.refused(str(error)))
+        self._held.add(arrival.entry_id, arrival.task_id, len(arrival.body))
+        return GroupDelivery(arrival.entry_id, len(arrival.body), group)
+
+    async def _bury(self, fence: Fence, arrival: Arrival, reason: str) -> bool:
+        """Whether it was the open group of its task, which is then counted as dead."""
+        buried = await self._link.script("bury_group", arrival.entry_id, reason, *remains(arrival.body), fence=fence)
+        return bool(buried)
+
+
+async def small(link: Link) -> bool:
+    """Whether all groups that are there have together no more bytes than one of them may have."""
+    _, nbytes = await link.script("arrived", 1)
+    return int(nbytes) <= MAX_GROUP_BYTES
+
+
+def arrival_of(entry_id: str, fields: Fields) -> Arrival:
+    return Arrival(
+        entry_id=entry_id,
+        task_id=text(fields.get(b"task")),
+        attempt=text(fields.get(b"attempt")),
+        kind=text(fields.get(b"kind")),
+        producer=text(fields.get(b"producer")),
+        body=fields.get(b"body", b""),
+        dead=text(fields.get(b"dead")),
+    )
+
+
+def reigns_of(fields: Fields) -> dict[int, Reign]:
+    """The hash `reigns`; what is no reign is left out."""
+    found = {}
+    for incarnation, raw in fields.items():
+        if (steps := _REIGN.fullmatch(text(raw))) and incarnation.isdigit():
+            found[int(incarnation)] = Reign(int(steps[1]), int(steps[2]))
+    return found
+
+
+def _consumer(fence: Fence) -> str:
+    """A consumer per trainer process: what a fenced one still reads can be told from ours."""
+    return f"{fence.incarnation}-{fence.nonce[:8]}"
