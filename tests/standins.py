@@ -65,6 +65,10 @@ async def work(service, port, record):
     if step and "--resume" not in standin.sys.argv:
         standin.sys.exit("there is a checkpoint; --resume is missing")
     fence = await port.take_fence(0)
+    if (standin.FOLDER / "fail").exists():
+        await port.finish(fence, "failed", "it had to")
+        print((standin.FOLDER / "fail").read_text(), file=standin.sys.stderr)
+        standin.sys.exit(7)
     while step < record.config["run"]["steps"]:
         if service.stopping.is_set():
             return

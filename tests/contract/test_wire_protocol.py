@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import hashlib
 import importlib.util
+import json
+import re
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,19 +15,54 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import redis
 
 from broker.api import Fence, Order, RunRecord
+from broker.codec import decode_group, decode_task, encode_group, encode_task
 from broker.connect import Run
-from broker.messages import GroupDelivery, StepEntry, Task
+from broker.messages import SCHEMA, Group, GroupDelivery, StepEntry, Task, Trajectory, VersionSpan
+from broker.validate import Limits
 from deploy.scripts import write_scripts
 from headrace.version import PolicyVersion
 from tests.servers import RedisProcess
 from tests.support import make_task, wait_until
 
-PLAYER = Path(__file__).parents[2] / "examples" / "foreign_producer.py"
+ROOT = Path(__file__).parents[2]
+PLAYER = ROOT / "examples" / "foreign_producer.py"
+DOCUMENT = (ROOT / "docs" / "wire-protocol.md").read_text()
+
+EXAMPLE_TASK = Task("train-17", "train", "arithmetic", 17, 4242, 2, PolicyVersion(1, 0), 1_767_225_600_000, 3)
+
+
+def member(completion: list[int], logprobs: list[float], reward: float, *, correct: bool) -> Trajectory:
+    """After the prompt 5 6."""
+    tokens = 2 + len(completion)
+    return Trajectory(
+        token_ids_T=np.array([5, 6, *completion], np.int32),
+        logprobs_T=np.array([0, 0, *logprobs], np.float32),
+        loss_mask_T=np.arange(tokens) >= 2,
+        spans=(VersionSpan(2, tokens, PolicyVersion(1, 0)),),
+        reward=reward,
+        finish_reason="stop",
+        correct=correct,
+    )
+
+
+EXAMPLE_GROUP = Group(
+    task_id="train-17",
+    attempt=1,
+    kind="train",
+    environment="arithmetic",
+    index=17,
+    producer="foreign",
+    trajectories=(
+        member([7, 8, 9], [-0.5, -0.25, -1.0], 1.0, correct=True),
+        member([7], [-0.5], 0.5, correct=False),
+    ),
+)
 
 
 def load() -> ModuleType:
@@ -87,6 +125,65 @@ async def trained(run: Run, fence: Fence, deliveries: list[GroupDelivery]) -> No
     for each in deliveries:
         entry = StepEntry(each.entry_id, each.group.task_id, "failed" if each.group.error else "trained")
         await run.settle(fence, [entry])
+
+
+def documented(name: str) -> bytes:
+    """The bytes under a mark of the document."""
+    found = re.search(rf"<!-- bytes: {name} -->\n```\n(.*?)\n```", DOCUMENT, re.S)
+    assert found, f"docs/wire-protocol.md shows no bytes of a {name}"
+    return bytes.fromhex(found[1])
+
+
+def cells(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading of the document, without their backticks."""
+    part = DOCUMENT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    table = re.search(r"(?:^\|.*\n)+", part, re.M)
+    assert table
+    rows = [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in table[0].splitlines()]
+    return rows[2:]
+
+
+def test_the_documents_task_is_what_the_codec_makes() -> None:
+    assert encode_task(EXAMPLE_TASK).hex(" ") == documented("task").hex(" ")
+    assert decode_task(documented("task")) == EXAMPLE_TASK
+    assert f"The task's body, {len(documented('task'))} bytes" in DOCUMENT
+
+
+def test_the_documents_group_says_what_the_codec_makes() -> None:
+    """Not byte for byte: msgpack has several forms of one thing, and the codec takes those that cost least."""
+    body = documented("group")
+    assert msgpack.unpackb(encode_group(EXAMPLE_GROUP, 100)) == msgpack.unpackb(body)
+    group = decode_group(body, Limits(100, {"train": 2}))
+    assert [each.token_ids_T.tolist() for each in group.trajectories] == [[5, 6, 7, 8, 9], [5, 6, 7]]
+    assert f"The group's body, {len(body)} bytes" in DOCUMENT
+
+
+def test_the_player_makes_the_documents_group_from_the_documents_task() -> None:
+    schema, task = msgpack.unpackb(documented("task"))
+    assert schema == SCHEMA
+    assert played(task).hex(" ") == documented("group").hex(" ")
+
+
+def played(task: dict[str, Any]) -> bytes:
+    rollouts = [
+        {"completion": [7, 8, 9], "logprobs": [-0.5, -0.25, -1.0], "reward": 1.0, "correct": True},
+        {"completion": [7], "logprobs": [-0.5], "reward": 0.5, "correct": False},
+    ]
+    rollouts = [{"prompt": [5, 6], "finish": "stop", **rollout} for rollout in rollouts]
+    return bytes(foreign.group_body({**task, "attempt": 1}, "foreign", rollouts, [1, 0], 100, ""))
+
+
+def test_the_documents_scripts_and_keys_are_those_that_there_are(scripts: Path) -> None:
+    found = json.loads((scripts / "scripts.json").read_text())["scripts"]
+    for name, keys, *_ in cells("Scripts"):
+        assert (name, keys.split()) == (name, found[name]["keys"])
+        assert found[name]["fenced"] is False
+        text = (scripts / found[name]["file"]).read_bytes()
+        assert found[name]["sha1"] == hashlib.sha1(text).hexdigest()
+    nouns = {noun.strip() for row in cells("Keys") for noun in row[0].split(",")}
+    used = {noun for script in found.values() for noun in script["keys"]}
+    assert used | {"beat:NAME"} == nouns
+    assert f"schema {SCHEMA}**" in DOCUMENT
 
 
 def test_the_player_needs_nothing_of_headrace() -> None:

@@ -1,0 +1,130 @@
+"""A run whose Redis is slow, killed or away: the launcher waits and says so, and nobody is ended for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.servers import RedisProcess
+from tests.standins import Project, running, wait_until
+
+SERVICES = ("trainer", "weights", "producer-1")
+
+
+def redis_of(project: Project) -> psutil.Process:
+    (redis,) = [child for child in project.processes() if "redis-server" in child.name()]
+    return redis
+
+
+def pids(project: Project) -> list[int]:
+    return [project.pid(part) for part in SERVICES]
+
+
+def test_a_killed_redis_is_started_again_on_its_port_with_its_data(project: Project) -> None:
+    project.hold()
+    process = project.up()
+    running(project)
+    wait_until(lambda: project.steps() == [1, 2], "two steps")
+    before, connection = pids(project), (project.run / "connection.json").read_text()
+    for times in (1, 2):
+        redis_of(project).kill()
+        wait_until(lambda times=times: project.happened("redis", "replaced") == times, "Redis is back")  # type: ignore[misc]
+        wait_until(lambda: project.headrace("status").returncode == 0, "it answers")
+    assert (project.run / "connection.json").read_text() == connection
+    project.let_go()
+    _, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("", 0)
+    assert project.steps() == [1, 2, 3, 4]
+    assert pids(project) == before
+    assert not any(project.happened(part, "died") for part in SERVICES)
+
+
+def test_a_redis_that_does_not_answer_is_waited_for_and_that_is_said(project: Project) -> None:
+    project.hold()
+    process = project.up()
+    running(project)
+    before, redis = pids(project), redis_of(project)
+    redis.suspend()
+    wait_until(lambda: project.happened("broker", "away") == 1, "it is said")
+    os.kill(project.pid("producer-1"), signal.SIGKILL)
+    wait_until(lambda: project.happened("producer-1", "died") == 1, "a producer dies meanwhile")
+    redis.resume()
+    wait_until(lambda: project.happened("broker", "back") == 1, "it is back")
+    wait_until(lambda: project.happened("producer-1", "joined") == 2, "the producer has a successor")
+    names = [(line["part"], line["event"]) for line in project.events()]
+    assert names.index(("producer-1", "replaced")) > names.index(("broker", "away"))
+    assert pids(project)[:2] == before[:2]
+    project.let_go()
+    out, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("", 0)
+    assert "broker away: no answer for " in out
+    assert "; everybody waits for it, 300 s at most" in out
+    assert "broker back: it answers again" in out
+
+
+def test_a_redis_of_the_users_own_may_go_and_come_back(
+    project: Project, redis_process: Callable[..., RedisProcess]
+) -> None:
+    redis = redis_process()
+    project.hold()
+    process = project.up(HEADRACE_REDIS_URL=redis.url)
+    running(project)
+    before = pids(project)
+    redis.kill()
+    wait_until(lambda: project.happened("broker", "away") == 1, "it is said")
+    redis.start()
+    wait_until(lambda: project.happened("broker", "back") == 1, "it is back")
+    project.let_go()
+    _, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("", 0)
+    assert pids(project) == before
+    assert not any(project.happened(part, "died") for part in SERVICES)
+
+
+def test_a_redis_that_stays_away_ends_the_run_with_a_sentence(
+    project: Project, redis_process: Callable[..., RedisProcess]
+) -> None:
+    redis = redis_process()
+    project.hold()
+    limits = ("--set", "broker.outage_s=4", "--set", "broker.connect_timeout_s=1")
+    process = project.up(*limits, HEADRACE_REDIS_URL=redis.url)
+    running(project)
+    redis.kill()
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 3
+    assert f"Redis at 127.0.0.1:{redis.port} cannot be reached (Connection refused); gave up after 4 s" in err
+    assert project.happened("broker", "away") == 1
+    assert project.processes() == []
+
+
+def test_a_run_can_be_stopped_while_its_redis_is_away(
+    project: Project, redis_process: Callable[..., RedisProcess]
+) -> None:
+    redis = redis_process()
+    project.hold()
+    process = project.up("--set", "broker.connect_timeout_s=1", HEADRACE_REDIS_URL=redis.url)
+    running(project)
+    redis.kill()
+    wait_until(lambda: project.happened("broker", "away") == 1, "it is said")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("", 130)
+    assert f"headrace up --resume --run {project.run.name}" in out
+    assert "launcher could not say goodbye: Redis at" in out
+    assert project.processes() == []
+
+
+@pytest.mark.parametrize("said", ["trainer: no producer has played for 600 s", ""])
+def test_a_run_that_its_trainer_has_ended_as_failed_is_not_tried_again(said: str, project: Project) -> None:
+    (project.folder / "fail").write_text(said)
+    process = project.up()
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 7
+    assert err.startswith(f"headrace: trainer exited with 7{': ' + said if said else '; it ended the run'} (log: ")
+    assert project.happened("trainer", "died") == 1
+    assert project.happened("trainer", "replaced") == 0
+    assert project.processes() == []
