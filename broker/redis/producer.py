@@ -13,6 +13,7 @@ from broker.identity import difference
 from broker.leases import Expired, Poison, Taken, judge
 from broker.messages import Group, TaskDelivery
 from broker.redis.link import Fields, Link, fields_of, stream_entries, text
+from broker.redis.outbox import Outbox
 from broker.redis.service import RedisService, milliseconds
 from headrace.errors import Refused
 
@@ -23,6 +24,7 @@ class RedisProducer(RedisService):
     def __init__(self, link: Link, max_deliveries: int) -> None:
         super().__init__(link)
         self._max_deliveries = max_deliveries
+        self._outbox = Outbox(link)
         self._holding: set[str] = set()
         """Entry ids that `take` handed out and nothing has ended: at most what the caller holds."""
         self._take_lost = False
@@ -62,18 +64,10 @@ class RedisProducer(RedisService):
     async def publish(self, producer: str, delivery: TaskDelivery, group: Group) -> Published:
         record = await self.record()
         body = encode_group(group, record.vocab_size)
-        answer = text(
-            await self._link.script(
-                "publish",
-                producer,
-                delivery.entry_id,
-                delivery.task.task_id,
-                delivery.attempt,
-                delivery.task.kind,
-                body,
-                KEEP_PUBLISHED,
-            )
-        )
+        task = delivery.task
+        names = (producer, delivery.entry_id, task.task_id, delivery.attempt, task.kind)
+        command = self._link.evalsha("publish", *names, body, KEEP_PUBLISHED)
+        answer = text(await self._outbox.send(command, len(body)))
         self._holding.discard(delivery.entry_id)
         if answer == "published":
             return "published"
@@ -82,6 +76,10 @@ class RedisProducer(RedisService):
     async def give_back(self, producer: str, entry_ids: list[str]) -> None:
         await self._link.script("give_back", producer, *entry_ids)
         self._holding.difference_update(entry_ids)
+
+    async def close(self) -> None:
+        await self._outbox.close()
+        await super().close()
 
     async def _take_once(self, producer: str, count: int, block_ms: int) -> list[Taken]:
         """Without waiting, tasks of the dead, what a lost reply carried, and new ones; if there are none, wait for one.
