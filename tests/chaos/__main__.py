@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import shutil
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.driver import chaos
-from tests.chaos.faults import chosen
+from tests.chaos.faults import drawn, named
 
 
 def main() -> int:
@@ -26,9 +27,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep everything here")
     parser.add_argument("--no-replay", action="store_true", help="leave the comparison of weights out")
     told = parser.parse_args()
-    faults = chosen(tuple(told.only))
+    faults = named(*told.only)
     folder = told.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=folder / "driver.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     print(f"seed {told.seed}, files in {folder}", flush=True)
 
     def say(line: str) -> None:
@@ -37,8 +39,7 @@ def main() -> int:
     verdict = asyncio.run(
         chaos(
             folder.resolve(),
-            faults,
-            count=told.faults,
+            drawn(told.seed, faults, told.faults),
             minutes=told.minutes,
             seed=told.seed,
             say=say,

@@ -6,13 +6,13 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import HeadraceError
 from tests.chaos import checks
-from tests.chaos.faults import Fault, draw, end
+from tests.chaos.faults import Fault, end
 from tests.chaos.replay import replay_wrong
 from tests.chaos.world import World
 
@@ -50,15 +50,18 @@ class Verdict:
 
 
 async def chaos(
-    folder: Path, faults: tuple[Fault, ...], *, count: int, minutes: float, seed: int, say: Say, replay: bool = True
+    folder: Path, plan: Iterable[Fault], *, minutes: float, seed: int, say: Say, replay: bool = True
 ) -> Verdict:
-    """Strike `count` times, or for so many minutes, then end the run and look. Everything is written to `folder`."""
+    """Strike as planned, but no longer than so many minutes, then end the run and look.
+
+    Everything is written to `folder`; `seed` decides how long and how hard each fault is.
+    """
     world = await World.make(folder, seed)
     verdict = Verdict()
     try:
         await world.start()
         await world.progress(3)
-        await _strike(world, faults, verdict, count, minutes, say)
+        await _strike(world, plan, verdict, minutes, say)
         await _end(world)
         await _judge(world, verdict, say, replay)
     except (AssertionError, TimeoutError, HeadraceError) as error:
@@ -72,13 +75,10 @@ async def chaos(
     return verdict
 
 
-async def _strike(
-    world: World, faults: tuple[Fault, ...], verdict: Verdict, count: int, minutes: float, say: Say
-) -> None:
+async def _strike(world: World, plan: Iterable[Fault], verdict: Verdict, minutes: float, say: Say) -> None:
     """One fault after another, each after the run has got over the one before."""
     began = time.monotonic()
-    while verdict.faults < count and time.monotonic() - began < minutes * 60:
-        fault = draw(world.random, faults)
+    for fault in plan:
         world.log("strikes", fault=fault.name)
         struck = time.monotonic()
         await fault.strike(world)
@@ -88,6 +88,8 @@ async def _strike(
         spent = time.monotonic() - struck
         world.log("over", fault=fault.name, seconds=round(spent, 2))
         say(f"{verdict.minutes:5.1f} min  {verdict.faults:4}  step {world.steps:5}  {fault.name} ({spent:.1f} s)")
+        if verdict.minutes >= minutes:
+            return
 
 
 async def _end(world: World) -> None:
@@ -108,9 +110,11 @@ async def _judge(world: World, verdict: Verdict, say: Say, replay: bool) -> None
     history = world.archive.history
     verdict.steps = len(history)
     verdict.wrong += checks.trained_wrong(history, state.step)
+    verdict.wrong += checks.strangers(world.archive.entries(), history, world.fleet.parts)
     for sheet in await world.operator.balance():
         verdict.sheet = {"admitted": sheet.admitted, "outstanding": sheet.outstanding, **sheet.verdicts}
         verdict.wrong += checks.sheet_wrong(sheet, history, world.losses)
+    verdict.wrong += checks.depths_wrong(await world.operator.depths())
     if replay:
         say(f"replays {len(history)} steps")
         verdict.wrong += await replay_wrong(world)

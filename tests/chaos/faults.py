@@ -10,11 +10,11 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tests.chaos import redis_faults
+from tests.chaos import entries, redis_faults, wire_faults
 from tests.chaos.world import JOIN_S, LEASE_S, World
 
 FENCED = 8
@@ -30,16 +30,19 @@ class Fault:
     """Redis may lose what it had answered for."""
 
 
-def chosen(names: tuple[str, ...] = ()) -> tuple[Fault, ...]:
-    """Faults whose name begins with one of these; all of them by default."""
-    found = tuple(fault for fault in FAULTS if not names or fault.name.startswith(names))
+def named(*names: str) -> tuple[Fault, ...]:
+    """Faults whose name begins with one of these, each of them once for each; all without any."""
+    found = tuple(fault for name in names or ("",) for fault in FAULTS if fault.name.startswith(name))
     if not found:
         raise ValueError(f"no fault begins with {' or '.join(names)}; there are {', '.join(f.name for f in FAULTS)}")
     return found
 
 
-def draw(generator: random.Random, faults: tuple[Fault, ...]) -> Fault:
-    return generator.choices(faults, [fault.weight for fault in faults])[0]
+def drawn(seed: int, faults: Sequence[Fault], count: int) -> Iterator[Fault]:
+    """So many of these by their weights; the same for the same seed."""
+    generator = random.Random(seed)
+    for _ in range(count):
+        yield generator.choices(faults, [fault.weight for fault in faults])[0]
 
 
 async def end(world: World, name: str, number: signal.Signals) -> None:
@@ -98,4 +101,8 @@ FAULTS = (
     Fault("redis scripts", 1.0, redis_faults.forget_scripts),
     Fault("redis slow", 1.0, redis_faults.slow),
     Fault("redis cut", 3.0, redis_faults.cut_connections),
+    Fault("wire late", 1.0, wire_faults.late),
+    Fault("wire stall", 2.0, wire_faults.stall),
+    Fault("wire loses", 3.0, wire_faults.lose_answers),
+    Fault("forge entries", 4.0, entries.forge),
 )

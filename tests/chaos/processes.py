@@ -52,7 +52,8 @@ class Part:
 class Fleet:
     """All services of one run."""
 
-    url: str
+    urls: tuple[str, ...]
+    """Ways to the same Redis; each start takes the next."""
     run_id: str
     logs: Path
     parts: dict[str, Part] = field(default_factory=dict)
@@ -85,8 +86,9 @@ class Fleet:
     def _spawn(self, part: Part) -> Child:
         resume = ("--resume",) if part.name == "trainer" and part.starts else ()
         part.starts += 1
+        url = self.urls[sum(part.starts for part in self.parts.values()) % len(self.urls)]
         environ = {
-            "HEADRACE_REDIS_URL": self.url,
+            "HEADRACE_REDIS_URL": url,
             "HEADRACE_RUN": self.run_id,
             "HEADRACE_NAME": part.name,
             "HEADRACE_DEBUG": "1",

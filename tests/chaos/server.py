@@ -29,6 +29,10 @@ class Server:
     def url(self) -> str:
         return self._server.url
 
+    @property
+    def port(self) -> int:
+        return int(self._server.place.rpartition(":")[2])
+
     async def start(self) -> None:
         await asyncio.to_thread(self._server.start)
         await self._set_up()

@@ -22,6 +22,7 @@ from headrace.errors import HeadraceError
 from headrace.telemetry.journal import Journal
 from tests.chaos.archive import Archive
 from tests.chaos.processes import Fleet
+from tests.chaos.proxy import Proxy
 from tests.chaos.server import Server
 from tests.tiny import save_tiny_llama
 
@@ -68,6 +69,7 @@ class World:
     folder: Path
     record: RunRecord
     server: Server
+    proxy: Proxy
     fleet: Fleet
     archive: Archive
     journal: Journal
@@ -87,6 +89,9 @@ class World:
         facts = await asyncio.to_thread(inspect, config)
         server = Server(folder / "redis")
         await server.start()
+        proxy = Proxy(server.port)
+        await proxy.start()
+        urls = (server.url, server.url.replace(str(server.port), str(proxy.port)))
         run_id = f"chaos-{seed}-{time.time_ns() % 10**9}"
         record = RunRecord(
             run_id=run_id,
@@ -104,7 +109,8 @@ class World:
             folder=folder,
             record=record,
             server=server,
-            fleet=Fleet(server.url, run_id, folder / "logs"),
+            proxy=proxy,
+            fleet=Fleet(urls, run_id, folder / "logs"),
             archive=Archive(server.folder, run_id, folder / "groups.archive"),
             journal=Journal(folder / "chaos.jsonl"),
             random=random.Random(seed),
@@ -174,6 +180,7 @@ class World:
             await asyncio.gather(self._follower, return_exceptions=True)
         await self.fleet.close()
         await self.operator.close()
+        await self.proxy.close()
         self.server.crash()
         self.archive.close()
         self.journal.close()

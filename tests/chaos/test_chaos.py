@@ -1,0 +1,37 @@
+"""A short run under chaos: each kind of fault once, and everything that must hold afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.driver import chaos
+from tests.chaos.faults import named
+
+PLAN = (
+    "kill producer-1",
+    "forge entries",
+    "kill trainer",
+    "redis kill",
+    "wire loses",
+    "stop producer-2",
+    "redis tail",
+    "zombie trainer",
+    "redis cut",
+    "kill weights",
+    "redis flush",
+    "wire stall",
+    "forge entries",
+    "term producer-2",
+)
+SEED = 11
+
+
+@pytest.mark.timeout(400)
+async def test_a_run_gets_over_every_kind_of_fault(tmp_path: Path) -> None:
+    lines: list[str] = []
+    verdict = await chaos(tmp_path, named(*PLAN), minutes=4, seed=SEED, say=lines.append)
+    assert verdict.wrong == [], "\n".join([*lines, *verdict.lines()])
+    assert verdict.faults == len(PLAN)
+    assert verdict.losses == 2

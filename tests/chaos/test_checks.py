@@ -1,0 +1,110 @@
+"""Each check of the chaos driver can fail."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+
+from broker.api import Balance, QueueDepths
+from broker.arrivals import Arrival
+from broker.codec import decode_step, encode_step
+from broker.messages import StepEntry, StepRecord
+from broker.validate import Limits
+from consumers.checkpoint import Checkpoints, RunPosition
+from headrace.errors import WireError
+from headrace.version import PolicyVersion
+from tests.chaos import checks
+from tests.chaos.entries import VOCABULARY, bodies
+from tests.chaos.faults import FAULTS, drawn, named
+from tests.chaos.processes import Exit
+from tests.chaos.replay import difference
+from tests.support import make_group, make_task
+
+
+def step(number: int, *tasks: str) -> StepRecord:
+    entries = tuple(StepEntry(f"{number}-{n}", task, "trained") for n, task in enumerate(tasks))
+    return StepRecord(PolicyVersion(1, number), entries)
+
+
+HISTORY = [step(1, "a", "b"), step(2, "c", "d")]
+
+
+def test_a_sound_run_has_nothing_wrong() -> None:
+    assert checks.trained_wrong(HISTORY, 2) == []
+    assert checks.sheet_wrong(Balance("train", 4, 0, {"trained": 4}), HISTORY, 0) == []
+    assert checks.sheet_wrong(Balance("train", 5, 0, {"trained": 4, "lost": 1}), HISTORY, 1) == []
+    assert checks.depths_wrong(QueueDepths(0, 0, 0, 0, 3)) == []
+
+
+@pytest.mark.parametrize(
+    "sheet",
+    [
+        Balance("train", 5, 0, {"trained": 4}),
+        Balance("train", 5, 1, {"trained": 4}),
+        Balance("train", 4, 0, {"trained": 3, "stale": 1}),
+        Balance("train", 5, 0, {"trained": 4, "lost": 1}),
+    ],
+)
+def test_a_sheet_that_does_not_fit(sheet: Balance) -> None:
+    assert len(checks.sheet_wrong(sheet, HISTORY, 0)) == 1
+
+
+def test_a_verdict_that_no_sheet_counts() -> None:
+    judged = StepRecord(PolicyVersion(1, 3), (StepEntry("3-0", "e", "stale", "lag 5"),))
+    assert len(checks.sheet_wrong(Balance("train", 4, 0, {"trained": 4}), [*HISTORY, judged], 0)) == 1
+
+
+@pytest.mark.parametrize("history", [[step(1, "a", "a")], [step(1, "a"), step(3, "b")], [step(2, "a")]])
+def test_a_history_that_is_none(history: list[StepRecord]) -> None:
+    assert checks.trained_wrong(history, len(history))
+
+
+def test_an_entry_of_a_stranger() -> None:
+    groups = [("1-0", {b"producer": b"p"}), ("1-1", {b"producer": b"x"}), ("9-9", {b"producer": b"x"})]
+    assert len(checks.strangers(groups, HISTORY, ["p"])) == 1
+
+
+def test_streams_that_hold_something_and_ends_without_a_fault(tmp_path: Path) -> None:
+    assert checks.depths_wrong(QueueDepths(0, 1, 0, 0, 0)) != []
+    (tmp_path / "trainer.log").write_text("Traceback (most recent call last):")
+    assert len(checks.logs_wrong(tmp_path)) == 1
+    ends = [Exit("trainer", 3, "", ["a sentence"])] * 2
+    assert len(checks.exits_wrong(ends)) == 1
+
+
+def test_weights_that_differ_in_the_sign_of_a_zero(tmp_path: Path) -> None:
+    for name, value in (("ran", 0.0), ("same", 0.0), ("other", -0.0)):
+        position = RunPosition(PolicyVersion(1, 2), 0)
+        model, optimizer = {"w": torch.tensor([value])}, {"step.w": torch.tensor(2.0)}
+        Checkpoints(tmp_path / name, 1, 1).save(position, {}, model, optimizer)
+    assert difference(tmp_path / "ran", tmp_path / "same", 2) == []
+    assert difference(tmp_path / "ran", tmp_path / "other", 2) == ["model: w differs after the replay"]
+    assert len(difference(tmp_path / "ran", tmp_path / "same", 3)) == 1
+
+
+def test_a_seed_draws_the_same_faults_and_a_plan_names_known_ones() -> None:
+    assert list(drawn(5, FAULTS, 20)) == list(drawn(5, FAULTS, 20))
+    assert [fault.name for fault in named("redis tail", "kill trainer")] == ["redis tail", "kill trainer"]
+    with pytest.raises(ValueError, match="no fault begins with"):
+        named("earthquake")
+
+
+def test_every_forged_body_but_a_foreign_group_and_an_unknown_version_is_refused_by_itself() -> None:
+    group = make_group(make_task("a"), 1, "a stranger", vocab=VOCABULARY)
+    limits = Limits(VOCABULARY, {"train": 2})
+    sound = []
+    for what, body in bodies(random.Random(3), group).items():
+        try:
+            Arrival("1-0", "a", "1", "train", "a stranger", body).group(limits)
+            sound.append(what)
+        except WireError:
+            continue
+    # A flipped bit may hit a log-prob or a reward, which nobody can tell from a right one.
+    assert set(sound) - {"a changed byte"} == {"a foreign group", "an unknown version"}
+    with pytest.raises(WireError):
+        decode_step(msgpack.packb([0, {}]))
+    assert decode_step(encode_step(HISTORY[0])) == HISTORY[0]
