@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --constraint constraints.txt
 READY := $(VENV)/.headrace-ready
 
-.PHONY: setup reasoning-gym quickstart check test bench format clean
+.PHONY: setup reasoning-gym quickstart check test chaos bench format clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -54,6 +54,10 @@ format: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Some 200 faults within 25 minutes; for example ARGS="--faults 20 --seed 7 --only redis".
+chaos: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.engine --check

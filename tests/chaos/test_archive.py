@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,10 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-def archive(server: Server, tmp_path: Path) -> Archive:
-    return Archive(server.folder, KEYS.run_id, tmp_path / "store")
+def archive(server: Server, tmp_path: Path) -> Iterator[Archive]:
+    made = Archive(server.folder, KEYS.run_id, tmp_path / "store")
+    yield made
+    made.close()
 
 
 async def log_step(server: Server, incarnation: int, step: int) -> str:
