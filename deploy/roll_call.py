@@ -23,6 +23,8 @@ class RollCall:
         self._report = report
         self._silence = Silence(config)
         self._peers: list[Peer] = []
+        self._waits: dict[str, str] = {}
+        """What each part last said that it waits for."""
 
     def call(self, parts: Iterable[Part], peers: list[Peer], elapsed_s: float) -> None:
         """Mark who has joined, and end who holds the run up. `elapsed_s` is the time between two looks.
@@ -33,18 +35,22 @@ class RollCall:
         parts = list(parts)
         self._mark_joined(parts)
         self._end_stuck(parts)
+        self._tell_waits(parts)
         for part, seconds in self._silence.too_long(parts, self._alive(), elapsed_s):
             assert part.child is not None
             self._report(part.name, "silent", f"process {part.child.pid} gave no heartbeat for {seconds:.0f} s")
             part.child.kill()
 
     def views(self, parts: Iterable[Part]) -> list[PartView]:
-        by_pid = {peer.pid: peer for peer in self._peers if peer.alive}
+        by_pid = self._by_pid()
         return [_view(part, by_pid.get(part.child.pid) if part.child is not None else None) for part in parts]
 
-    def _alive(self) -> set[int]:
+    def _by_pid(self) -> dict[int, Peer]:
         here = socket.gethostname()
-        return {peer.pid for peer in self._peers if peer.alive and peer.host == here}
+        return {peer.pid: peer for peer in self._peers if peer.alive and peer.host == here}
+
+    def _alive(self) -> set[int]:
+        return set(self._by_pid())
 
     def _mark_joined(self, parts: list[Part]) -> None:
         alive = self._alive()
@@ -57,6 +63,18 @@ class RollCall:
             elif part.child.pid in alive:
                 part.joined = True
                 self._report(part.name, "joined", "")
+
+    def _tell_waits(self, parts: list[Part]) -> None:
+        """A trainer that cannot go on says why in its heartbeat; whoever looks at the screen should know."""
+        by_pid = self._by_pid()
+        for part in parts:
+            peer = by_pid.get(part.child.pid) if part.child is not None else None
+            if part.role != "trainer" or peer is None:
+                continue
+            waits, before = str(peer.state.get("waits_for") or ""), self._waits.get(part.name, "")
+            if waits != before:
+                self._report(part.name, *(("waits", f"for {waits}") if waits else ("goes on", "")))
+            self._waits[part.name] = waits
 
     def _end_stuck(self, parts: list[Part]) -> None:
         """A process that never joins holds the run up as a dead one would, and is treated as one."""

@@ -12,7 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-STYLES = {"died": "red", "killed": "red", "replaced": "yellow", "changed": "yellow", "joined": "green"}
+STYLES = {
+    **dict.fromkeys(("died", "killed", "silent", "stuck", "away"), "red"),
+    **dict.fromkeys(("replaced", "changed", "waits"), "yellow"),
+    **dict.fromkeys(("joined", "back", "goes on"), "green"),
+}
 
 
 @dataclass(frozen=True, slots=True)
