@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from broker.api import Published
 from broker.messages import Group
 from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
@@ -14,6 +16,8 @@ from producers.engines.api import Engine, EngineStats
 from weightsync.receiver import Commit
 
 GROUP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+MOST_REASONS = 16
+"""Different reasons for failures in one line of the journal."""
 REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2)
 
 
@@ -34,13 +38,34 @@ class Gauges:
         self._read_stats = engine.stats()
         self._read_lane = self._busiest().seconds()
         self.taken = self.published = self.failed_rollouts = 0
+        self._away_since: float | None = None
+        self._away_from = 0.0
 
     def took(self, tasks: int) -> None:
         self.taken += tasks
         self._metrics.count("tasks_taken", tasks, help="Tasks that this producer took")
 
-    def lost(self, tasks: int) -> None:
-        self._metrics.count("tasks_lost", tasks, help="Tasks that were taken over from this producer")
+    def lost(self, tokens: int) -> None:
+        """A task was taken over from this producer, which had sampled so many tokens for it."""
+        self._metrics.count("tasks_lost", help="Tasks that were taken over from this producer")
+        self.thrown_away("lost", tokens)
+
+    def thrown_away(self, reason: str, tokens: int) -> None:
+        self._metrics.count("tokens_thrown_away", tokens, help="Sampled tokens that nobody trains on", reason=reason)
+
+    def outage(self, why: str) -> None:
+        """The broker keeps this producer waiting, with why, or answers again."""
+        now = time.monotonic()
+        if self._away_since is not None:
+            self._metrics.count("outage_seconds", now - self._away_since, help="Seconds in which the broker was away")
+        if why and self._away_since is None:
+            self.event("outage", why=why)
+        elif not why and self._away_since is not None:
+            self.event("outage_over", seconds=round(now - self._away_from, 3))
+        if why and self._away_since is None:
+            self._away_from = now
+        self._away_since = now if why else None
+        self._metrics.gauge("outage", bool(why), help="1 while the broker keeps this producer waiting")
 
     def committed(self, commit: Commit) -> None:
         self._metrics.count("weight_commits", help="Policy versions committed")
@@ -51,11 +76,15 @@ class Gauges:
             "weight_latency_seconds", commit.latency_s, help="From the newest version's seal to its commit"
         )
 
-    def published_group(self, group: Group, answer: str) -> None:
-        """Count one group that the broker answered."""
+    def published_group(self, group: Group, answer: Published, sampled: int) -> None:
+        """Count one group that the broker answered; `sampled` tokens were spent on it."""
         self.published += 1
         self.failed_rollouts += len(group.failures)
-        outcome = "failed" if group.error else answer
+        outcome = group.outcome if answer != "superseded" and group.outcome != "played" else answer
+        self.thrown_away(outcome if outcome in ("stale", "superseded") else "failed", wasted(group, answer, sampled))
+        if group.outcome == "stale":
+            self._metrics.count("groups_stopped", help="Groups that were stopped as stragglers")
+            self._metrics.count("rollouts_stopped", len(group.stopped_N), help="Rollouts of groups that were stopped")
         self._metrics.count("groups", help="Groups by kind and outcome", kind=group.kind, outcome=outcome)
         self._metrics.count("rollouts_failed", len(group.failures), help="Rollouts that ended without a sample")
         for stage, seconds in group.seconds.items():
@@ -117,10 +146,20 @@ class Gauges:
             kind=group.kind,
             outcome=outcome,
             rewards=rewards,
-            tokens=sum(int(trajectory.loss_mask_T.sum()) for trajectory in group.trajectories),
-            failures=list(group.failures),
+            tokens=sampled_tokens(group),
+            failures=dict(Counter(group.failures).most_common(MOST_REASONS)),
+            stopped=list(group.stopped_N),
             seconds={stage: round(seconds, 3) for stage, seconds in group.seconds.items()},
         )
+
+
+def sampled_tokens(group: Group) -> int:
+    return sum(int(trajectory.loss_mask_T.sum()) for trajectory in group.trajectories)
+
+
+def wasted(group: Group, answer: Published, sampled: int) -> int:
+    """Of the tokens sampled for a group, those that nobody can train on: failed members', or all."""
+    return sampled if answer == "superseded" else sampled - sampled_tokens(group)
 
 
 def rate(amount: float, seconds: float) -> float:

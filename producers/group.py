@@ -6,44 +6,21 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from broker.messages import Group, Task, TaskDelivery, TaskKind, Trajectory
+from broker.messages import Group, Task, TaskDelivery, TaskKind
 from producers.environments.api import Environment, Rollout
+from producers.environments.calls import RolloutFailed
+from producers.in_play import InPlay, Member
 from producers.rewards.worker import Score, judged
-from producers.rollout import Played, Player, RolloutFailed, play
+from producers.rollout import Played, Player, play
 
 
 class Scores(Protocol):
     """What scores a rollout; `producers.rewards.scorer.Scorer` does."""
 
     async def score(self, name: str, kind: TaskKind, rollout: Rollout) -> Score: ...
-
-
-@dataclass(slots=True)
-class Occupancy:
-    """How many rollouts of one task are where. `changed`, which tasks share, is set whenever one moves on."""
-
-    playing: int
-    scoring: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def move(self, *, playing: int = 0, scoring: int = 0) -> None:
-        self.playing += playing
-        self.scoring += scoring
-        self.changed.set()
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """What became of one member: a trajectory, or the reason why there is none."""
-
-    trajectory: Trajectory | None
-    failure: str = ""
-    queue_s: float = 0.0
-    decode_s: float = 0.0
-    score_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +36,35 @@ class Stage:
     """Environments with a reward that the user named: it counts, whatever an episode gives by itself."""
 
 
-async def play_group(stage: Stage, delivery: TaskDelivery, occupancy: Occupancy) -> Group:
-    """Play and score all members of a task, which `occupancy` counts as playing from the start.
+async def play_group(stage: Stage, delivery: TaskDelivery, in_play: InPlay, budget_s: float) -> Group:
+    """Play and score all members of a task, until all have ended, the deadline in `budget_s` cuts them, or they are
+    stopped (`InPlay.stop`).
 
     Whatever fails in one is a failure of the group. Raises EngineError for a broken engine; the rest is aborted then.
     """
     task, start = delivery.task, time.monotonic()
     environment = stage.environments.get(task.environment)
     if environment is None:
-        occupancy.move(playing=-task.group_size)
-        failure = f"environment {task.environment!r} is not one of the run's: {', '.join(stage.environments)}"
-        members = [Member(None, failure)] * task.group_size
+        in_play.fail(f"environment {task.environment!r} is not one of the run's: {', '.join(stage.environments)}")
     else:
-        async with asyncio.TaskGroup() as tasks:
-            calls = [
-                tasks.create_task(_member(stage, environment, task, number, occupancy))
-                for number in range(task.group_size)
-            ]
-        members = [call.result() for call in calls]
-    group = assemble(delivery, stage.producer, members, stage.min_group_size)
+        await _play_members(stage, environment, task, in_play, budget_s)
+    group = assemble(delivery, stage.producer, in_play.ends(), stage.min_group_size)
+    if in_play.stale:
+        group = replace(
+            group, trajectories=(), failures=(), outcome="stale", error=in_play.stale, stopped_N=in_play.stopped_N
+        )
     return replace(group, seconds={**group.seconds, "total": time.monotonic() - start})
+
+
+async def _play_members(stage: Stage, environment: Environment, task: Task, in_play: InPlay, budget_s: float) -> None:
+    deadline = asyncio.get_running_loop().call_later(budget_s, in_play.expire, stage.player.engine)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for seat, number in zip(in_play.seats, range(task.group_size), strict=True):
+                seat.call = tasks.create_task(_member(stage, environment, task, number, in_play))
+    finally:
+        deadline.cancel()
+        in_play.clear()
 
 
 def assemble(delivery: TaskDelivery, producer: str, members: Sequence[Member], min_group_size: int) -> Group:
@@ -120,18 +106,17 @@ def failed_group(delivery: TaskDelivery, producer: str, error: str) -> Group:
     return replace(assemble(delivery, producer, members, 1), outcome="failed", error=error)
 
 
-async def _member(stage: Stage, environment: Environment, task: Task, number: int, occupancy: Occupancy) -> Member:
+async def _member(stage: Stage, environment: Environment, task: Task, number: int, in_play: InPlay) -> None:
+    seat = in_play.seats[number]
     try:
-        played = await play(stage.player, environment, task, number)
+        played = await play(stage.player, environment, task, number, seat.transcript)
+        in_play.move(seat, "score")
+        member = await _scored(stage, task, played)
     except RolloutFailed as failed:
-        return Member(None, str(failed))
-    finally:
-        occupancy.move(playing=-1)
-    occupancy.move(scoring=1)
-    try:
-        return await _scored(stage, task, played)
-    finally:
-        occupancy.move(scoring=-1)
+        member = Member(None, str(failed))
+    # One that was cut has its end already.
+    seat.member = seat.member or member
+    in_play.move(seat, "end")
 
 
 async def _scored(stage: Stage, task: Task, played: Played) -> Member:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from broker.messages import TaskDelivery
 from headrace.version import PolicyVersion
 from producers.capacity import Capacity
-from producers.group import Occupancy
+from producers.in_play import InPlay
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +17,8 @@ class Held:
     """One task of this producer, from when it is taken until it is published, given back or lost."""
 
     delivery: TaskDelivery
-    occupancy: Occupancy
+    """The newest of this task."""
+    in_play: InPlay
     budget_s: float
     """Until the task's deadline, from when it was taken."""
     waits_for_version: bool
@@ -34,17 +35,19 @@ def room(held: Collection[Held], version: PolicyVersion | None, capacity: Capaci
     """Tasks to take now: none before a version is there, nor while a task waits for a newer one."""
     if version is None or any(task.waits_for_version for task in held):
         return 0
-    playing = [task.occupancy.playing for task in held]
+    playing = [task.in_play.playing for task in held]
     return capacity.tasks_to_take(sum(playing), playing.count(0))
 
 
-def phase(held: Collection[Held], version: PolicyVersion | None) -> str:
-    """What the producer as a whole is doing: it plays while any rollout does."""
+def phase(held: Collection[Held], version: PolicyVersion | None, outage: bool = False) -> str:
+    """What the producer as a whole is doing: it plays while any rollout does, also when the broker is away."""
     if version is None:
-        return "wait_version"
-    playing = [task for task in held if task.occupancy.playing]
+        return "wait_broker" if outage else "wait_version"
+    playing = [task for task in held if task.in_play.playing]
+    if playing and not all(task.waits_for_version for task in playing):
+        return "play"
     if playing:
-        return "wait_version" if all(task.waits_for_version for task in playing) else "play"
-    if any(task.occupancy.scoring for task in held):
+        return "wait_broker" if outage else "wait_version"
+    if any(task.in_play.scoring for task in held):
         return "wait_score"
-    return "wait_broker" if held else "wait_tasks"
+    return "wait_broker" if held or outage else "wait_tasks"

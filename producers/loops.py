@@ -15,33 +15,31 @@ Wait graph, one line per loop: what it consumes, what it waits for, who wakes it
     close      the end of `take`                `take`, which ends after `stopping` once no job is left or time is over;
                                                 then the other loops, before the broker's connection is closed
 
-Nobody waits for `renew`, `heartbeat` or `orders`. Jobs never wait for each other, only for slots of the engine and
-reward processes; both go on without them. Every job ends within its task's deadline, so no cycle can hold.
-While the broker is away, jobs play on and hold their groups; there are at most `Capacity.most_held` of them.
+Nobody waits for `renew`, `heartbeat` or `orders`. Jobs (`producers/jobs.py`) never wait for each other, only for slots
+of the engine and reward processes; both go on without them. Every job ends within its task's deadline, so no cycle can
+hold. While the broker is away, each call to it waits, for `broker.outage_s` at most: jobs play on and hold their
+groups, of which there are at most `Capacity.most_held`. Once `stopping` is set the broker is waited for only briefly.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from broker.api import Order, Peer, ProducerPort
-from broker.messages import Group, TaskDelivery
+from broker.messages import TaskDelivery
 from headrace.config import Config
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, BrokerUnavailable, Refused
 from headrace.service import Service
 from headrace.version import PolicyVersion
-from producers.capacity import Capacity
 from producers.gauges import Gauges
-from producers.group import Occupancy, Stage, failed_group, play_group
-from producers.holding import Held, phase, room, too_old
+from producers.jobs import Jobs
 from producers.patience import Patience
-from weightsync.receiver import Commit
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +49,6 @@ GOODBYE_S = 5.0
 """What telling the broker of the end may take."""
 HASTY_S = 2.0
 """A run that ended needs no more groups: only what is about to be published goes out."""
-PUBLISHES = 4
-"""Groups that are sent at the same time."""
 
 
 class Weights(Protocol):
@@ -63,12 +59,12 @@ class Weights(Protocol):
 
 @dataclass(slots=True)
 class Producer:
-    """The state that the loops share. `changed` is set whenever a rollout, a group or the version moves on."""
+    """The loops of one producer, and what they share."""
 
     name: str
     service: Service
     port: ProducerPort
-    stage: Stage
+    jobs: Jobs
     config: Config
     weights: Weights
     peer: Peer
@@ -76,18 +72,9 @@ class Producer:
     on_close: Callable[[], Awaitable[None]]
     """Ends engine, reward processes and whatever else was started."""
     metrics_url: str = ""
-    health: dict[str, Any] = field(default_factory=dict)
-    """What /healthz shows; kept up to date by the heartbeat."""
-    patience: Patience = field(default_factory=Patience)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    committed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced by a new one, at each commit."""
-    held: dict[str, Held] = field(default_factory=dict)
-    """By entry id; at most `capacity.most_held`."""
     _drain_s: float = 0.0
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
     _beating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _publishing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PUBLISHES))
     _running: set[str] = field(default_factory=set)
     """Loops that may still use the broker; `_alone` is set when none is left."""
     _alone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,63 +85,72 @@ class Producer:
         self._drain_s = self.config.producer.drain_s
 
     @property
-    def capacity(self) -> Capacity:
-        return Capacity(self.stage.player.engine.slots, self.config.trainer.group_size)
+    def version(self) -> PolicyVersion | None:
+        return self.jobs.version
 
     @property
-    def version(self) -> PolicyVersion | None:
-        return self.stage.player.engine.version
+    def patience(self) -> Patience:
+        return self.jobs.patience
+
+    @property
+    def last_calls_s(self) -> float:
+        """What a last call to the broker may take once this producer leaves."""
+        return self.config.broker.stream_block_ms / 1000 + self.config.broker.connect_timeout_s
 
     def add_loops(self) -> None:
         """Register all loops with the service, which must drain longer than this producer does."""
-        self.service.drain_s = self.config.producer.drain_s + 4 * GOODBYE_S
+        self.service.drain_s = self.config.producer.drain_s + 2 * self.last_calls_s + 3 * GOODBYE_S
         for loop in (self.receive_weights, self.take, self.renew, self.heartbeat, self.orders):
             self._running.add(loop.__name__)
             self.service.add(loop.__name__, partial(self._until_end, loop))
         self.service.add("close", self.close)
 
-    def on_commit(self, commit: Commit) -> None:
-        """A new version is in the engine: called by the receiver."""
-        self.gauges.committed(commit)
-        before, self.committed = self.committed, asyncio.Event()
-        before.set()
-        self.changed.set()
+    def health(self) -> dict[str, Any]:
+        """What /healthz shows."""
+        shown = {"phase": self.jobs.phase(), "version": str(self.version or ""), "held": len(self.jobs.held)}
+        return {**shown, "outage": self.jobs.outage} if self.jobs.outage else shown
 
     async def receive_weights(self) -> None:
         """Follows the head until the service stops; jobs in play finish on the version that is there."""
-        await self.patience("weights", self.weights.run, self.service.stopping)
+        with self._unless_leaving():
+            await self.patience("weights", self.weights.run, self.service.stopping)
 
     async def take(self) -> None:
         """Takes tasks while there is room, and starts a job for each; ends when stopping, after the drain."""
         try:
-            await self._read_clock()
+            with self._unless_leaving():
+                await self._read_clock()
             async with asyncio.TaskGroup() as jobs:
                 while not self.service.stopping.is_set():
-                    self.changed.clear()
-                    self.gauges.host.enter(self.phase())
-                    count = self.room()
+                    self.jobs.changed.clear()
+                    self.gauges.host.enter(self.jobs.phase())
+                    count = self.jobs.room()
                     if not count:
-                        await _within(LOOK_AROUND_S, self.changed.wait())
+                        await _within(LOOK_AROUND_S, self.jobs.changed.wait())
                         continue
-                    for delivery in await self.patience("take", self._take, count):
-                        held = self._hold(delivery)
-                        held.job = jobs.create_task(self._play(held), name=f"task {delivery.task.task_id}")
+                    with self._unless_leaving():
+                        for delivery in await self.patience("take", self._take, count):
+                            self._begin(delivery, jobs)
                 self.gauges.host.enter("drain")
-                await self._drain()
+                await self.jobs.drain(self._drain_s)
         finally:
             self._finished.set()
 
     async def renew(self) -> None:
         """Keeps the leases of all held tasks; a task that was taken over is dropped."""
         while not await self._ended(self.config.producer.lease_s / 4):
-            if self.held:
-                self._drop(await self.patience("renew", self.port.renew, self.name, list(self.held)))
+            if self.jobs.held:
+                with self._unless_leaving():
+                    self.jobs.drop(await self.patience("renew", self.port.renew, self.name, list(self.jobs.held)))
 
     async def heartbeat(self) -> None:
         """Says that this producer lives and how it does; stops with the run."""
         lease_s = self.config.producer.lease_s
         while True:
-            await self.patience("heartbeat", self._beat)
+            # Between a head and the next, rollouts begin that may be out of reach already.
+            self.jobs.stop_stragglers()
+            with self._unless_leaving():
+                await self.patience("heartbeat", self._beat)
             if await self._ended(lease_s / 4):
                 return
 
@@ -162,67 +158,29 @@ class Producer:
         """Obeys the operator and the trainer."""
         after, block_ms = "$", self.config.broker.stream_block_ms
         while not self.service.stopping.is_set():
-            for order in await self.patience("orders", self.port.orders, after, block_ms):
-                after = order.order_id
-                self._obey(order)
+            with self._unless_leaving():
+                for order in await self.patience("orders", self.port.orders, after, block_ms):
+                    after = order.order_id
+                    self._obey(order)
 
     async def close(self) -> None:
         """Waits for the end, whatever brings it, and leaves nothing behind."""
         try:
+            await self.service.stopping.wait()
+            self.port.hasten()
             await self._finished.wait()
         finally:
             await _whole(self._leave())
-
-    def room(self) -> int:
-        return room(self.held.values(), self.version, self.capacity)
-
-    def phase(self) -> str:
-        return phase(self.held.values(), self.version)
 
     async def _take(self, count: int) -> list[TaskDelivery]:
         deliveries = await self.port.take(self.name, count, self.config.broker.stream_block_ms)
         self.gauges.took(len(deliveries))
         return deliveries
 
-    async def _play(self, held: Held) -> None:
-        """One job: wait for the version, play, score, publish."""
-        group = await self._group(held)
-        held.publishing = True
-        async with self._publishing:
-            answer = await self.patience("publish", self.port.publish, self.name, held.delivery, group)
-        self.held.pop(held.delivery.entry_id, None)
-        self.gauges.published_group(group, answer)
-        self.changed.set()
-
-    async def _group(self, held: Held) -> Group:
-        task = held.delivery.task
-        try:
-            async with asyncio.timeout(held.budget_s):
-                await self._caught_up(held)
-                return await play_group(self.stage, held.delivery, held.occupancy)
-        except TimeoutError:
-            what = f"no version {task.min_version} came" if held.waits_for_version else "it was still playing"
-            held.waits_for_version = False
-            held.occupancy.playing = 0
-            return failed_group(held.delivery, self.name, f"the task's deadline passed: {what}")
-
-    async def _caught_up(self, held: Held) -> None:
-        """A task may not start on a version older than it says."""
-        while too_old(self.version, held.delivery):
-            await self.committed.wait()
-        held.waits_for_version = False
-        self.changed.set()
-
-    async def _drain(self) -> None:
-        """Finish what plays for at most `_drain_s`; what waits for a version is left at once."""
-        for held in self.held.values():
-            if held.job is not None and held.waits_for_version:
-                held.job.cancel()
-        jobs = {held.job for held in self.held.values() if held.job is not None}
-        if jobs:
-            _, late = await asyncio.wait(jobs, timeout=self._drain_s)
-            for job in late:
-                job.cancel()
+    def _begin(self, delivery: TaskDelivery, jobs: asyncio.TaskGroup) -> None:
+        held = self.jobs.hold(delivery, self._budget_s(delivery))
+        if held is not None:
+            held.job = jobs.create_task(self.jobs.play(held), name=f"task {delivery.task.task_id}")
 
     async def _until_end(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -235,29 +193,29 @@ class Producer:
     async def _leave(self) -> None:
         await self._say_goodbye()
         # What still waits for the broker must not find its connection closed: it would open another one.
-        if not await _within(self.config.broker.stream_block_ms / 1000 + GOODBYE_S, self._alone.wait()):
+        if not await _within(self.last_calls_s + GOODBYE_S, self._alone.wait()):
             log.warning("%s closes before these loops have ended: %s", self.name, ", ".join(sorted(self._running)))
         await self.on_close()
 
     async def _say_goodbye(self) -> None:
         """Give back what is still held, and leave. A broker that is away finds out by the lease."""
+        held = self.jobs.held
         try:
             async with asyncio.timeout(GOODBYE_S):
-                if self.held:
-                    await self.port.give_back(self.name, list(self.held))
-                    self.gauges.event("gave_back", tasks=[held.delivery.task.task_id for held in self.held.values()])
-                    self.held.clear()
+                if held:
+                    await self.port.give_back(self.name, list(held))
+                    self.gauges.event("gave_back", tasks=[task.delivery.task.task_id for task in held.values()])
                 async with self._beating:
                     await self.port.retire(self.name)
         except (BrokerError, TimeoutError) as error:
             log.warning("%s leaves without a goodbye: %s", self.name, error or "the broker does not answer")
+        self.jobs.forget()
 
     async def _beat(self) -> None:
         async with self._beating:
             if self._finished.is_set():
                 return
             state = self.gauges.heartbeat(self.service.event_loop_lag_s, self.metrics_url)
-            self.health.update(phase=state["phase"], version=state["version"], held=len(self.held))
             await self.port.heartbeat(replace(self.peer, state=state), self.config.producer.lease_s)
         await self._read_clock()
         run = await self.port.state()
@@ -272,24 +230,6 @@ class Producer:
         now_ms = self._clock_ms + asyncio.get_running_loop().time() * 1000
         return max(0.0, (delivery.task.deadline_ms - now_ms) / 1000)
 
-    def _hold(self, delivery: TaskDelivery) -> Held:
-        occupancy = Occupancy(playing=delivery.task.group_size, changed=self.changed)
-        held = Held(delivery, occupancy, self._budget_s(delivery), too_old(self.version, delivery))
-        self.held[delivery.entry_id] = held
-        return held
-
-    def _drop(self, entry_ids: list[str]) -> None:
-        for entry_id in entry_ids:
-            held = self.held.get(entry_id)
-            if held is None or held.publishing:
-                continue
-            del self.held[entry_id]
-            if held.job is not None:
-                held.job.cancel()
-            self.gauges.lost(1)
-            self.gauges.event("lost", task=held.delivery.task.task_id)
-            self.changed.set()
-
     def _obey(self, order: Order) -> None:
         if order.target not in ("", self.name):
             return
@@ -302,6 +242,16 @@ class Producer:
         if hasty:
             self._drain_s = min(self._drain_s, HASTY_S)
         self.service.stop(reason)
+
+    @contextmanager
+    def _unless_leaving(self) -> Iterator[None]:
+        """A producer that leaves goes on without a broker that is away, or a run that is gone: errors before that."""
+        try:
+            yield
+        except (BrokerUnavailable, Refused) as error:
+            if not self.service.stopping.is_set():
+                raise
+            log.warning("%s goes on leaving: %s", self.name, error)
 
     async def _ended(self, seconds: float) -> bool:
         return await _within(seconds, self._finished.wait())

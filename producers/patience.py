@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from headrace.errors import BrokerUnavailable
@@ -24,6 +24,8 @@ class Patience:
     outage_s: float = 300.0
     first_wait_s: float = 0.1
     longest_wait_s: float = 5.0
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Once it is set, nothing is tried again."""
 
     async def __call__(self, what: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `call`, which is repeated while it raises BrokerUnavailable; raises that after `outage_s`."""
@@ -33,7 +35,7 @@ class Patience:
                 return await call(*args, **kwargs)
             except BrokerUnavailable as error:
                 away_s = time.monotonic() - start
-                if away_s + wait_s > self.outage_s:
+                if self.leaving.is_set() or away_s + wait_s > self.outage_s:
                     raise
                 log.warning("%s waits for the broker, %.0f s so far: %s", what, away_s, error)
             await asyncio.sleep(wait_s)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from broker.messages import FinishReason, Task
 from headrace.config import SamplingConfig
-from headrace.errors import HeadraceError, ModelError
+from headrace.errors import ModelError
 from producers.chat import Chat
 from producers.engines.api import Completion, Engine, Request, SamplingParams
 from producers.environments.api import Done, Environment, Episode, Message, Observation, Rollout, Turn
-from producers.environments.objects import reason
+from producers.environments.calls import Calls, RolloutFailed
 from producers.transcript import Transcript
+
+GOODBYE_S = 1.0
+"""What closing the episode of a cancelled rollout may take."""
+
+_requests = itertools.count()
+
+Ask = Callable[..., Awaitable[Any]]
+"""`Calls.ask` for one rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +35,8 @@ class Player:
     engine: Engine
     chat: Chat
     sampling: SamplingConfig
-    environment_deadline_s: float
-    """An environment that takes longer for one of its steps fails its rollout."""
+    calls: Calls
+    """Into environments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +52,48 @@ class Played:
     decode_s: float
 
 
-class RolloutFailed(Exception):
-    """This rollout has no sample to give. Its text is the reason."""
-
-
-async def play(player: Player, environment: Environment, task: Task, member: int) -> Played:
-    """Play member `member` (from 0) of a task.
+async def play(
+    player: Player, environment: Environment, task: Task, member: int, transcript: Transcript | None = None
+) -> Played:
+    """Play member `member` (from 0) of a task into a transcript, which others may look at meanwhile.
 
     Raises RolloutFailed with a reason for what is wrong with this rollout alone, EngineError for a broken engine.
-    A cancelled call aborts its request.
+    A cancelled call aborts its request, and waits for its environment for a moment only.
     """
-    episode: Episode = await _asked(player, lambda: _episode(environment, task))
+    written = Transcript() if transcript is None else transcript
+    ask = partial(player.calls.ask, f"environment {task.environment!r} with task {task.task_id}")
+    episode: Episode = await ask(lambda: _episode(environment, task))
+    closing_s: float | None = None
     try:
-        return await _Game(player, task, member, episode).play()
+        return await _Game(player, task, member, episode, written, ask).play()
+    except asyncio.CancelledError:
+        closing_s = GOODBYE_S
+        raise
     finally:
-        await _asked(player, episode.close)
+        await ask(episode.close, closing_s)
 
 
 class _Game:
     """One episode under way."""
 
-    def __init__(self, player: Player, task: Task, member: int, episode: Episode) -> None:
+    def __init__(
+        self, player: Player, task: Task, member: int, episode: Episode, transcript: Transcript, ask: Ask
+    ) -> None:
         self._player, self._task, self._member, self._episode = player, task, member, episode
-        self._transcript = Transcript()
+        self._transcript, self._ask = transcript, ask
         self._turns: list[Turn] = []
         self._prompt = ""
         self._queue_s = self._decode_s = 0.0
 
     async def play(self) -> Played:
         """Each turn adds at least one token, so the context bounds the number of turns."""
-        observation = _observation(await _asked(self._player, self._episode.reset))
+        observation = _observation(await self._ask(self._episode.reset))
         self._prompt = "\n".join(message.content for message in observation.messages)
         self._show(observation, last_token=None)
         while True:
             completion = await self._complete()
             self._turns.append(Turn(self._player.chat.text(completion.token_ids_N), completion.finish_reason))
-            answer = await _asked(self._player, lambda: self._episode.step(self._turns[-1]))
+            answer = await self._ask(lambda: self._episode.step(self._turns[-1]))
             if isinstance(answer, Done):
                 return await self._played(completion.finish_reason, answer.reward)
             if not self._show(_observation(answer), last_token=int(completion.token_ids_N[-1])):
@@ -110,7 +125,8 @@ class _Game:
         engine, sampling = self._player.engine, self._player.sampling
         turn = len(self._turns)
         request = Request(
-            request_id=f"{self._task.task_id}/{self._member}/{turn}",
+            # Numbered: a task that was taken from this producer and comes back is another request.
+            request_id=f"{self._task.task_id}/{self._member}/{turn}#{next(_requests)}",
             prompt_ids_P=self._transcript.token_ids(),
             sampling=SamplingParams(
                 max_new_tokens=min(sampling.max_new_tokens, engine.context_length - len(self._transcript)),
@@ -122,14 +138,18 @@ class _Game:
                 seed=request_seed(self._task.seed, self._member, turn),
             ),
         )
+        self._transcript.request_id = request.request_id
         try:
             completion = await engine.generate(request)
         except asyncio.CancelledError:
             engine.abort(request.request_id)
             raise
+        finally:
+            self._transcript.request_id = ""
         self._queue_s += completion.queue_s
         self._decode_s += completion.decode_s
         if completion.finish_reason == "abort" or not len(completion.token_ids_N):
+            self._transcript.lost += len(completion.token_ids_N)
             raise RolloutFailed("the engine aborted it")
         self._transcript.complete(completion)
         return completion
@@ -141,7 +161,7 @@ class _Game:
             prompt=self._prompt,
             completion=self._turns[-1].text,
             turns=tuple(self._turns),
-            answer=await _asked(self._player, lambda: self._episode.answer),
+            answer=await self._ask(lambda: self._episode.answer),
             finish_reason=finish_reason,
         )
         return Played(rollout, self._transcript, finish_reason, reward, self._queue_s, self._decode_s)
@@ -164,38 +184,6 @@ def _episode(environment: Environment, task: Task) -> Episode:
     if missing:
         raise RolloutFailed(f"environment gave {type(episode).__name__} as an episode: it has no {', '.join(missing)}")
     return episode
-
-
-async def _asked(player: Player, call: Callable[[], Any]) -> Any:
-    """What the user's environment answers, by a coroutine or at once.
-
-    Raises RolloutFailed when it raises or takes too long.
-    """
-
-    async def ask() -> Any:
-        try:
-            value = call()
-            return await value if inspect.isawaitable(value) else value
-        except SystemExit as error:
-            # A task would not keep this one as a value: it would end the process.
-            raise RolloutFailed(f"environment raised {reason(error)}") from error
-
-    # A task holds its exception as a value, whatever its type.
-    task = asyncio.ensure_future(ask())
-    try:
-        done, _ = await asyncio.wait({task}, timeout=player.environment_deadline_s)
-    finally:
-        task.cancel()
-    if not done:
-        raise RolloutFailed(f"environment took longer than {player.environment_deadline_s:g} s")
-    if task.cancelled():
-        raise RolloutFailed("environment cancelled its own call")
-    error = task.exception()
-    if isinstance(error, RolloutFailed | HeadraceError):
-        raise error
-    if error is not None:
-        raise RolloutFailed(f"environment raised {reason(error)}") from error
-    return task.result()
 
 
 def _observation(given: object) -> Observation:

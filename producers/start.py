@@ -23,13 +23,15 @@ from producers.chat import ByteChat, Chat, TemplateChat
 from producers.engines.api import Engine
 from producers.engines.registry import build_engine
 from producers.environments.api import Environment
+from producers.environments.calls import Calls
 from producers.environments.registry import build_environment, environments_of
 from producers.gauges import Gauges, journal_of
 from producers.group import Stage
+from producers.jobs import Jobs
 from producers.loops import Producer
 from producers.rewards.scorer import Scorer
 from producers.rollout import Player
-from weightsync.receiver import Commit, Receiver
+from weightsync.receiver import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -60,23 +62,24 @@ async def _assemble(
     environments = {name: build_environment(entry) for name, entry in environments_of(config).items()}
     folder, digests = _model(record, config)
     metrics = Metrics(told.run_id, told.name)
-    health: dict[str, Any] = {"ok": True, "service": told.name, "phase": "start"}
-    metrics_url = await _serve(Endpoint(metrics, lambda: health), config.telemetry.host, told.metrics_port, stack)
+    producer: Producer | None = None
+
+    def health() -> dict[str, Any]:
+        return {"ok": True, "service": told.name, **(producer.health() if producer else {"phase": "start"})}
+
+    metrics_url = await _serve(Endpoint(metrics, health), config.telemetry.host, told.metrics_port, stack)
     await _join(port, Hello(told.name, SCHEMA, digests, host, os.getpid(), metrics_url))
 
     scorer = _scorer(config)
     stack.push_async_callback(scorer.close)
     scorer.start()
     chat = ByteChat() if folder is None else await asyncio.to_thread(TemplateChat.load, folder)
-    engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
-    stack.push_async_callback(engine.close)
-    await engine.start()
+    engine = await _engine(config, folder, stack)
     gauges = Gauges(engine, metrics, journal_of(record.folder, told.name))
     stack.callback(gauges.close)
 
-    def committed(commit: Commit) -> None:
-        producer.on_commit(commit)
-
+    stage = _stage(told.name, config, environments, engine, chat, scorer)
+    jobs = Jobs(told.name, port, stage, config, gauges, service.stopping)
     receiver = Receiver(
         port,
         engine,
@@ -85,22 +88,29 @@ async def _assemble(
         run_id=told.run_id,
         lease_s=config.weights.lease_s,
         block_ms=config.broker.stream_block_ms,
-        on_commit=committed,
+        on_commit=jobs.on_commit,
+        on_head=jobs.on_head,
     )
     producer = Producer(
         name=told.name,
         service=service,
         port=port,
-        stage=_stage(told.name, config, environments, engine, chat, scorer),
+        jobs=jobs,
         config=config,
         weights=receiver,
         peer=Peer(told.name, "producer", host, os.getpid(), True, {}),
         gauges=gauges,
         on_close=stack.aclose,
         metrics_url=metrics_url,
-        health=health,
     )
     return producer
+
+
+async def _engine(config: Config, folder: Path | None, stack: AsyncExitStack) -> Engine:
+    engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
+    stack.push_async_callback(engine.close)
+    await engine.start()
+    return engine
 
 
 async def _serve(endpoint: Endpoint, host: str, port: int, stack: AsyncExitStack) -> str:
@@ -115,11 +125,11 @@ def _stage(
 ) -> Stage:
     return Stage(
         producer=name,
-        player=Player(engine, chat, config.sampling, config.producer.reward_deadline_s),
+        player=Player(engine, chat, config.sampling, Calls(config.producer.reward_deadline_s)),
         environments=environments,
         scorer=scorer,
         min_group_size=config.producer.min_group_size,
-        rewarded=frozenset(entry.name for entry in config.environments if entry.reward),
+        rewarded=frozenset(entry.called for entry in config.environments if entry.reward),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from broker.messages import FinishReason, Float32, Int32, Trajectory, VersionSpan
+from headrace.version import PolicyVersion
 from producers.engines.api import Completion
 
 
@@ -20,9 +21,25 @@ class Transcript:
         self._sampled: list[bool] = []
         self._spans: list[VersionSpan] = []
         self._length = 0
+        self.request_id = ""
+        """The request whose completion comes next, while there is one."""
+        self.lost = 0
+        """Tokens that were sampled for it and are not in it: of requests that were aborted."""
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the model sampled for it, lost ones included."""
+        return self.lost + sum(
+            len(tokens) for tokens, sampled in zip(self._tokens, self._sampled, strict=True) if sampled
+        )
+
+    @property
+    def oldest(self) -> PolicyVersion | None:
+        """The version of fewest steps that sampled one of its tokens; None before the first completion."""
+        return min((span.version for span in self._spans), key=lambda version: version.step, default=None)
 
     def token_ids(self) -> Int32:
         """[T], all tokens so far."""

@@ -6,7 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 
 from broker.api import Fence, RunRecord
-from broker.connect import Run
-from broker.messages import GroupDelivery, Task
+from broker.connect import Run, connect_run, connect_runs
+from broker.messages import SCHEMA, GroupDelivery, Task
 from headrace.config import BrokerConfig, Config
 from headrace.invocation import Invocation
 from headrace.service import Service
@@ -87,7 +88,7 @@ class Scene:
         finally:
             service.stop("the test is over")
             await asyncio.wait_for(running, 60)
-        assert producer.held == {}
+        assert producer.jobs.held == {}
 
     def process(self, name: str, **environ: str) -> subprocess.Popen[str]:
         told = {"HEADRACE_REDIS_URL": self.url, "HEADRACE_RUN": self.record.run_id, "HEADRACE_NAME": name, **environ}
@@ -103,21 +104,78 @@ class Scene:
         return (await self.trainer.port.depths()).tasks_held
 
 
-def config(environment: str, **engine: Any) -> Config:
-    return Config.model_validate(
-        {
-            "environments": [{"name": environment}],
-            "model": {"context_length": 128},
-            "sampling": {"max_new_tokens": 32},
-            "trainer": {"group_size": 4},
-            "producer": {
-                "engine": "scripted",
-                "engine_options": {"length_mean": 8.0, **engine},
-                "slots": 8,
-                "lease_s": LEASE_S,
-                "drain_s": 20.0,
-                "reward_deadline_s": 1.0,
-            },
-            "broker": BROKER.model_dump(),
-        }
-    )
+Setting = Callable[..., Awaitable[Scene]]
+"""Makes the scene of a test: a run of this environment with these options of the scripted engine."""
+
+
+@asynccontextmanager
+async def settings(redis_url: str, run_id: str) -> AsyncIterator[Setting]:
+    """Runs on this Redis, or on the one whose `url` is given; they are deleted afterwards."""
+    made: list[Scene] = []
+
+    async def make(
+        environment: str = "arithmetic",
+        url: str = redis_url,
+        folder: str = "",
+        change: dict[str, Any] | None = None,
+        **engine: Any,
+    ) -> Scene:
+        tree = config(environment, change or {}, **engine).model_dump(mode="json")
+        record = RunRecord(run_id, SCHEMA, tree, {"model": "a" * 32}, vocab_size=256, folder=folder)
+        runs = connect_runs(url, BROKER)
+        await runs.create(record)
+        await runs.close()
+        port = connect_run(url, run_id, BROKER)
+        fence = await port.take_fence(0)
+        publisher = Publisher(port, fence, LAYOUT, run_id, 3)
+        made.append(Scene(url, record, Trainer(port, fence, publisher, environment)))
+        return made[-1]
+
+    yield make
+    for scene in made:
+        await scene.trainer.publisher.close()
+        await scene.trainer.port.close()
+        runs = connect_runs(scene.url, BROKER)
+        await runs.delete(scene.record.run_id)
+        await runs.close()
+
+
+async def counted(producer: Producer, name: str, **labels: str) -> float:
+    """What /metrics says; 0 where it says nothing."""
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    lines = [line for line in (await metrics(producer)).splitlines() if line.startswith(f"headrace_{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted))
+
+
+async def metrics(producer: Producer) -> str:
+    return await page(producer.metrics_url)
+
+
+async def page(url: str) -> str:
+    def fetch() -> str:
+        with urllib.request.urlopen(url) as opened:
+            return str(opened.read().decode())
+
+    return await asyncio.to_thread(fetch)
+
+
+def config(environment: str, change: dict[str, Any], **engine: Any) -> Config:
+    """`change` replaces keys of single sections, and whole lists."""
+    tree: dict[str, Any] = {
+        "environments": [{"name": environment}],
+        "model": {"context_length": 128},
+        "sampling": {"max_new_tokens": 32},
+        "trainer": {"group_size": 4},
+        "producer": {
+            "engine": "scripted",
+            "engine_options": {"length_mean": 8.0, **engine},
+            "slots": 8,
+            "lease_s": LEASE_S,
+            "drain_s": 20.0,
+            "reward_deadline_s": 1.0,
+        },
+        "broker": BROKER.model_dump(),
+    }
+    for section, keys in change.items():
+        tree[section] = {**tree.get(section, {}), **keys} if isinstance(keys, dict) else keys
+    return Config.model_validate(tree)

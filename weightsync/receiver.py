@@ -104,9 +104,10 @@ class Receiver:
         round_bytes: int = ROUND_BYTES,
         transport: Transport | None = None,
         on_commit: Callable[[Commit], None] | None = None,
+        on_head: Callable[[PolicyVersion], None] | None = None,
     ) -> None:
         """`holder` names this producer in leases; `share` of the wall time is copied or hashed while staging;
-        after each `round_bytes` it looks for a newer head.
+        after each `round_bytes` it looks for a newer head. `on_head` is told of each newer head, before it is staged.
 
         Raises WeightError when there is no folder for segments.
         """
@@ -120,6 +121,8 @@ class Receiver:
         self._round_bytes = round_bytes
         self._transport = transport or ShmTransport(host)
         self._on_commit = on_commit
+        self._on_head = on_head
+        self._head: PolicyVersion | None = None
         self._stats = ReceiverStats()
         self._skips_in_a_row = 0
         self.first_version = asyncio.Event()
@@ -142,7 +145,7 @@ class Receiver:
         failures = 0
         while not stopping.is_set():
             block_ms = self._block_ms if failed is None else min(self._block_ms, int(backoff_s(failures) * 1000) + 1)
-            head = await self._port.wait_head(failed or self._engine.version, block_ms)
+            head = self._seen(await self._port.wait_head(failed or self._engine.version, block_ms))
             failed = None
             if head is None or not self._wants(head):
                 continue
@@ -229,7 +232,15 @@ class Receiver:
         return _Outcome.COMMITTED
 
     async def _gives_way(self, version: PolicyVersion, staged: int, nbytes: int) -> bool:
-        return gives_way(version, await self._port.head(), staged, nbytes, self._skips_in_a_row)
+        return gives_way(version, self._seen(await self._port.head()), staged, nbytes, self._skips_in_a_row)
+
+    def _seen(self, head: PolicyVersion | None) -> PolicyVersion | None:
+        """The head, told when it is a newer one."""
+        if head is not None and (self._head is None or head > self._head):
+            self._head = head
+            if self._on_head is not None:
+                self._on_head(head)
+        return head
 
     @contextlib.asynccontextmanager
     async def _leased(self, version: PolicyVersion) -> AsyncIterator[None]:

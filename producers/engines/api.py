@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,24 @@ class EngineStats:
     prefill_tokens: int
     busy_slot_steps: int
     """Sum over decode steps of the slots that held a sequence (prefill counts)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far something is whose tokens still come."""
+
+    sampled: int
+    oldest: PolicyVersion | None = None
+    """The version of its first token; None before that."""
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """What an engine may offer besides. Without it nobody knows how old the tokens of an open request are."""
+
+    def progress(self, request_id: str) -> Progress | None:
+        """Of a request that waits or decodes; None for any other."""
+        ...
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from broker.messages import FinishReason
 from headrace.errors import EngineError
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
-from producers.engines.api import Completion, EngineStats, Request
+from producers.engines.api import Completion, EngineStats, Progress, Request
 from producers.engines.seeds import request_seed
 from producers.engines.spans import SpanRecorder
 from weightsync.manifest import Layout
@@ -106,6 +106,12 @@ class ScriptedEngine:
         for sequence in (*self._waiting, *self._running):
             if sequence.request.request_id == request_id:
                 self._finish(sequence, "abort")
+
+    def progress(self, request_id: str) -> Progress | None:
+        for sequence in (*self._running, *self._waiting):
+            if sequence.request.request_id == request_id:
+                return Progress(len(sequence.tokens), sequence.spans.oldest if sequence.spans else None)
+        return None
 
     def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
         """Any layout fits: there is no model."""

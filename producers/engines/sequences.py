@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from broker.messages import FinishReason
 from headrace.version import PolicyVersion
-from producers.engines.api import Completion, Request
+from producers.engines.api import Completion, Progress, Request
 from producers.engines.slot_attention import Chunk
 from producers.engines.spans import SpanRecorder
 
@@ -55,6 +55,11 @@ class Sequence:
             self.tokens[max(0, start - self.prompt) : max(0, end - self.prompt)],
         )
         return np.concatenate(parts).astype(np.int64)
+
+    def progress(self) -> Progress:
+        """Any thread may ask: a token's version is noted before the token is there."""
+        sampled = len(self.tokens)
+        return Progress(sampled, self.spans.oldest if self.spans is not None else None)
 
     def complete(self, reason: FinishReason, now: float) -> Completion:
         """What its `generate` returns. `now` in seconds of the same clock as `asked_at`."""

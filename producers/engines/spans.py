@@ -17,6 +17,11 @@ class SpanRecorder:
         self._starts: list[int] = []
         self._versions: list[PolicyVersion] = []
 
+    @property
+    def oldest(self) -> PolicyVersion | None:
+        """The version of the first sampled token; None before that."""
+        return self._versions[0] if self._versions else None
+
     def note(self, position: int, version: PolicyVersion) -> None:
         """Token `position` (counted from the first sampled one) comes from the logits of `version`."""
         if not self._versions or self._versions[-1] != version:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from headrace.errors import EngineError, ModelError
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
-from producers.engines.api import Completion, EngineStats, Request
+from producers.engines.api import Completion, EngineStats, Progress, Request
 from producers.engines.decode_loop import Abort, Close, DecodeLoop, Finished, Submit, Swap, Swapped
 from producers.engines.seeds import request_seed
 from producers.engines.sequences import Sequence
@@ -66,7 +66,7 @@ class TorchEngine:
         self._decode = decode
         self._version: PolicyVersion | None = None
         self._tickets = itertools.count()
-        self._open: dict[int, tuple[str, asyncio.Future[Completion]]] = {}
+        self._open: dict[int, tuple[Sequence, asyncio.Future[Completion]]] = {}
         self._swap: asyncio.Future[float] | None = None
         self._committing = asyncio.Lock()
         self._thread: threading.Thread | None = None
@@ -98,7 +98,7 @@ class TorchEngine:
         if sequence.limit <= 0:
             return sequence.complete("length", time.perf_counter())
         done: asyncio.Future[Completion] = self._event_loop.create_future()
-        self._open[sequence.ticket] = request.request_id, done
+        self._open[sequence.ticket] = sequence, done
         self.loop.send(Submit(sequence))
         try:
             return await done
@@ -107,9 +107,13 @@ class TorchEngine:
                 self.loop.send(Abort(sequence.ticket))  # the caller was cancelled
 
     def abort(self, request_id: str) -> None:
-        for ticket, (name, _) in self._open.items():
-            if name == request_id:
+        for ticket, (sequence, _) in self._open.items():
+            if sequence.request.request_id == request_id:
                 self.loop.send(Abort(ticket))
+
+    def progress(self, request_id: str) -> Progress | None:
+        found = (sequence for sequence, _ in self._open.values() if sequence.request.request_id == request_id)
+        return next((sequence.progress() for sequence in found), None)
 
     def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
         return self._weights.stage(layout)
@@ -222,7 +226,7 @@ class TorchEngine:
                 if self._swap is not None and not self._swap.done():
                     self._swap.set_result(event.seconds)
                 continue
-            _, done = self._open.pop(event.ticket, ("", None))
+            _, done = self._open.pop(event.ticket, (None, None))
             if done is not None and not done.done():
                 done.set_result(event.completion)
 

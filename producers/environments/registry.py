@@ -67,20 +67,8 @@ def load_reward(name: str) -> Reward:
 
 
 def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
-    """The environments that tasks of a run may name: those trained on and the one evaluated on.
-
-    Raises EnvironmentLoadError when one name stands twice, because tasks could not tell them apart.
-    """
-    found: dict[str, EnvironmentConfig] = {}
-    for environment in config.environments:
-        if environment.name in found:
-            raise EnvironmentLoadError(
-                f"environments: {environment.name!r} stands twice; an environment needs its own name"
-            )
-        found[environment.name] = environment
-    if config.evaluation.environment and config.evaluation.environment not in found:
-        found[config.evaluation.environment] = EnvironmentConfig(name=config.evaluation.environment)
-    return found
+    """The environments of a run, by what tasks call them."""
+    return {environment.called: environment for environment in config.environments}
 
 
 def _arithmetic() -> Any:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from headrace.config import Config
 from headrace.errors import ConfigError, EngineError
 from headrace.version import PolicyVersion
-from producers.engines.api import Completion, Engine, Request, SamplingParams
+from producers.engines.api import Completion, Engine, Progress, Request, SamplingParams, TellsProgress
 from producers.engines.registry import build_engine
 from producers.engines.torch_engine import TorchEngine
 from tests.tiny import tiny_llama
@@ -146,6 +146,26 @@ async def test_abort_returns_what_there_is(engine: Engine) -> None:
     assert aborted.spans[-1].end == len(aborted.token_ids_N)
     assert (len(never.token_ids_N), never.spans) == (0, ())
     assert [len(one.token_ids_N) for one in rest] == [55] * (SLOTS - 1)
+
+
+async def test_open_requests_tell_how_far_they_are(engine: Engine) -> None:
+    assert isinstance(engine, TellsProgress)
+    running = [asyncio.create_task(engine.generate(ask(f"r{i}", max_new_tokens=55))) for i in range(SLOTS)]
+    waiting = asyncio.create_task(engine.generate(ask("w", max_new_tokens=55)))
+    steps = engine.stats().decode_steps
+    await until(lambda: engine.stats().decode_steps >= steps + 3, "three decode steps")
+    before = engine.progress("r0")
+    await engine.commit(SECOND)
+    after = engine.progress("r0")
+    assert before is not None
+    assert after is not None
+    assert 0 < before.sampled <= after.sampled <= 55
+    assert before.oldest == after.oldest == FIRST
+    assert engine.progress("w") == Progress(0, None)
+    assert engine.progress("nobody") is None
+    done, last, *_ = await both(running[0], waiting, *running[1:])
+    assert engine.progress("r0") is None
+    assert (done.spans[0].version, last.spans[0].version) == (FIRST, SECOND)
 
 
 async def test_a_cancelled_generate_frees_its_slot(engine: Engine) -> None:

@@ -5,32 +5,26 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from broker.api import Order, RunRecord
-from broker.connect import connect_run, connect_runs
-from broker.messages import SCHEMA
+from broker.api import Order
+from broker.connect import connect_runs
 from broker.validate import Limits, check_group
 from headrace.errors import ModelError, Refused
 from headrace.invocation import Invocation
 from headrace.service import Service
-from producers.loops import Producer
 from producers.start import start
-from tests.producers import BROKER, LAYOUT, Scene, Trainer, config
+from tests.producers import BROKER, Setting, counted, metrics, settings
 from tests.support import RedisProcess, wait_until
-from weightsync.publisher import Publisher
 
 torch.set_num_threads(1)
 
 LIMITS = Limits(256, {"train": 4, "eval": 3})
-Setting = Callable[..., Awaitable[Scene]]
 
 ENVIRONMENT = """
 import time
@@ -58,28 +52,9 @@ def own(tmp_path: Path) -> str:
 async def setting(
     redis_url: str, run_id: str, no_key_left: None, redis_process: Callable[..., RedisProcess]
 ) -> AsyncIterator[Setting]:
-    """Makes the scene of a test: a run with this configuration. A Redis that the test started outlives it."""
-    made: list[Scene] = []
-
-    async def make(environment: str = "arithmetic", url: str = redis_url, folder: str = "", **engine: Any) -> Scene:
-        tree = config(environment, **engine).model_dump(mode="json")
-        record = RunRecord(run_id, SCHEMA, tree, {"model": "a" * 32}, vocab_size=256, folder=folder)
-        runs = connect_runs(url, BROKER)
-        await runs.create(record)
-        await runs.close()
-        port = connect_run(url, run_id, BROKER)
-        fence = await port.take_fence(0)
-        publisher = Publisher(port, fence, LAYOUT, run_id, 3)
-        made.append(Scene(url, record, Trainer(port, fence, publisher, environment)))
-        return made[-1]
-
-    yield make
-    for scene in made:
-        await scene.trainer.publisher.close()
-        await scene.trainer.port.close()
-        runs = connect_runs(scene.url, BROKER)
-        await runs.delete(scene.record.run_id)
-        await runs.close()
+    """Makes the scene of a test. A Redis that the test started outlives it."""
+    async with settings(redis_url, run_id) as make:
+        yield make
 
 
 @pytest.fixture
@@ -123,14 +98,6 @@ async def test_tasks_become_groups(setting: Setting, tmp_path: Path) -> None:
     assert await scene.peer("p1") == {}
 
 
-async def metrics(producer: Producer) -> str:
-    def fetch() -> str:
-        with urllib.request.urlopen(producer.metrics_url) as page:
-            return str(page.read().decode())
-
-    return await asyncio.to_thread(fetch)
-
-
 async def test_a_task_waits_for_the_version_that_it_asks_for(setting: Setting) -> None:
     scene = await setting()
     await scene.trainer.publish(0)
@@ -138,13 +105,13 @@ async def test_a_task_waits_for_the_version_that_it_asks_for(setting: Setting) -
         await scene.trainer.admit("early")
         await scene.trainer.receive("early")
         await scene.trainer.admit("late", step=2)
-        await wait_until(lambda: len(producer.held) == 1, "the late task is taken")
-        assert (producer.phase(), producer.room()) == ("wait_version", 0)
+        await wait_until(lambda: len(producer.jobs.held) == 1, "the late task is taken")
+        assert (producer.jobs.phase(), producer.jobs.room()) == ("wait_version", 0)
         await scene.trainer.admit("another")
         await scene.trainer.publish(1)
         await wait_until(lambda: producer.version == scene.trainer.version(1), "version 1 is committed")
-        assert producer.room() == 0
-        assert next(iter(producer.held.values())).delivery.task.task_id == "late"
+        assert producer.jobs.room() == 0
+        assert next(iter(producer.jobs.held.values())).delivery.task.task_id == "late"
         await scene.trainer.publish(2)
         await scene.trainer.receive("late", "another")
     late = scene.trainer.groups["late"].group
@@ -172,16 +139,17 @@ async def test_what_fails_fails_with_its_reason_and_the_run_goes_on(setting: Set
 
 
 async def test_the_deadline_of_a_task_ends_it(setting: Setting) -> None:
-    scene = await setting(step_s=0.01, length_mean=1000.0, length_sigma=0.0)
+    scene = await setting(step_s=0.5, length_mean=1000.0, length_sigma=0.0)
     await scene.trainer.publish(0)
     async with scene.producer() as producer:
+        await wait_until(lambda: producer.version is not None, "it has a version")
         now_ms = await scene.trainer.port.now_ms()
-        await scene.trainer.admit("slow", deadline_ms=now_ms + 250)
-        await scene.trainer.admit("never", step=5, deadline_ms=now_ms + 700)
+        await scene.trainer.admit("slow", deadline_ms=now_ms + 2000)
+        await scene.trainer.admit("never", step=5, deadline_ms=now_ms + 2000)
         await scene.trainer.receive("slow", "never")
-        assert producer.stage.player.engine.stats().busy_slots == 0
+        assert producer.jobs.stage.player.engine.stats().busy_slots == 0
     errors = {name: delivery.group.error for name, delivery in scene.trainer.groups.items()}
-    assert errors["slow"] == "the task's deadline passed: it was still playing"
+    assert errors["slow"] == "4 of 4 rollouts failed: the task's deadline passed: it was still playing"
     assert errors["never"] == f"the task's deadline passed: no version {scene.trainer.version(5)} came"
 
 
@@ -191,12 +159,12 @@ async def test_a_drain_finishes_what_plays_and_takes_nothing_more(setting: Setti
     names = [f"task-{number}" for number in range(30)]
     async with scene.producer() as producer:
         await scene.trainer.admit(*names)
-        await wait_until(lambda: len(producer.held) >= 2, "tasks are held")
+        await wait_until(lambda: len(producer.jobs.held) >= 2, "tasks are held")
         producer._obey(Order("1-0", "drain", target="somebody else"))
         assert not producer.service.stopping.is_set()
         await scene.trainer.port.order(Order("", "drain", target="p1"))
         await wait_until(producer.service.stopping.is_set, "the order has come")
-        playing = [held.delivery.task.task_id for held in producer.held.values()]
+        playing = [held.delivery.task.task_id for held in producer.jobs.held.values()]
         await scene.trainer.receive(*playing)
     depths = await scene.trainer.port.depths()
     assert depths.tasks_held == 0
@@ -208,7 +176,7 @@ async def test_the_end_of_the_run_ends_the_producer(setting: Setting) -> None:
     await scene.trainer.publish(0)
     async with scene.producer() as producer:
         await scene.trainer.admit("task-1")
-        await wait_until(lambda: len(producer.held) == 1, "the task is held")
+        await wait_until(lambda: len(producer.jobs.held) == 1, "the task is held")
         await scene.trainer.port.finish(scene.trainer.fence, "finished", "all steps are done")
         await wait_until(producer.service.stopping.is_set, "the producer has heard of it")
     with pytest.raises(Refused, match="the run is finished: all steps are done; a producer has nothing to do"):
@@ -276,9 +244,9 @@ async def test_a_broker_that_was_away_gets_its_groups(
     await scene.trainer.publish(0)
     async with scene.producer() as producer:
         await scene.trainer.admit("task-1", "task-2")
-        await wait_until(lambda: len(producer.held) == 2, "both tasks are held")
+        await wait_until(lambda: len(producer.jobs.held) == 2, "both tasks are held")
         server.kill()
-        playing = producer.stage.player.engine.stats
+        playing = producer.jobs.stage.player.engine.stats
         await wait_until(lambda: playing().busy_slots == 0, "both are decoded without a broker")
         server.start()
         await scene.trainer.receive("task-1", "task-2")
@@ -289,12 +257,33 @@ async def test_a_task_that_was_taken_over_is_dropped(setting: Setting) -> None:
     await scene.trainer.publish(0)
     async with scene.producer() as producer:
         await scene.trainer.admit("task-1")
-        await wait_until(lambda: len(producer.held) == 1, "the task is held")
-        await scene.trainer.port.give_back("p1", list(producer.held))
-        first = next(iter(producer.held.values()))
+        await wait_until(lambda: len(producer.jobs.held) == 1, "the task is held")
+        first = next(iter(producer.jobs.held.values()))
+        await wait_until(lambda: first.in_play.sampled(producer.jobs.stage.player.engine) > 0, "it is played")
+        await scene.trainer.port.retire("p1")
+        (stolen,) = await scene.trainer.port.take("thief", 1, 100)
+        assert stolen.entry_id == first.delivery.entry_id
         await wait_until(lambda: first.job is not None and first.job.cancelled(), "its job was cancelled")
+        assert producer.jobs.held == {}
+        assert await counted(producer, "tokens_thrown_away_total", reason="lost") > 0
         await scene.trainer.port.order(Order("", "stop"))
         await wait_until(producer.service.stopping.is_set, "the order has come")
+
+
+async def test_a_task_that_comes_again_is_not_played_again(setting: Setting) -> None:
+    scene = await setting(step_s=0.1, length_mean=1000.0, length_sigma=0.0)
+    await scene.trainer.publish(0)
+    async with scene.producer() as producer:
+        await scene.trainer.admit("task-1")
+        await wait_until(lambda: len(producer.jobs.held) == 1, "the task is held")
+        first = next(iter(producer.jobs.held.values()))
+        # As if somebody had taken it over and given it back: a new entry, one attempt more.
+        await scene.trainer.port.give_back("p1", list(producer.jobs.held))
+        await wait_until(lambda: first.delivery.attempt == 2, "it came again")
+        assert list(producer.jobs.held.values()) == [first]
+        await scene.trainer.receive("task-1")
+        assert producer.jobs.stage.player.engine.stats().decoded_tokens == 4 * 32
+    assert scene.trainer.groups["task-1"].group.attempt == 2
 
 
 async def test_a_broken_engine_ends_the_service_with_its_reason(setting: Setting) -> None:
@@ -302,7 +291,7 @@ async def test_a_broken_engine_ends_the_service_with_its_reason(setting: Setting
     service = Service("p1")
     producer = await start(service, Invocation(scene.url, scene.record.run_id, "p1"))
     running = asyncio.create_task(service.run())
-    await producer.stage.player.engine.close()
+    await producer.jobs.stage.player.engine.close()
     await scene.trainer.publish(0)
     await scene.trainer.admit("task-1")
     with pytest.raises(Exception, match="the scripted engine is not running"):

@@ -225,6 +225,11 @@ def test_a_file_that_raises_at_import_is_named(tmp_path: Path) -> None:
         load_reward(f"{file}:reward")
 
 
-def test_environments_of_a_run_have_names_of_their_own() -> None:
-    environments = (EnvironmentConfig(name="arithmetic"), EnvironmentConfig(name="other:Thing", weight=0))
-    assert list(environments_of(Config(environments=environments))) == ["arithmetic", "other:Thing"]
+def test_environments_of_a_run_go_by_their_labels() -> None:
+    environments = (
+        EnvironmentConfig(name="arithmetic"),
+        EnvironmentConfig(name="arithmetic", label="hard", options={"digits": 2}),
+        EnvironmentConfig(name="other:Thing", weight=0),
+    )
+    found = environments_of(Config(environments=environments))
+    assert found == dict(zip(("arithmetic", "hard", "other:Thing"), environments, strict=True))

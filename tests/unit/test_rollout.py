@@ -9,78 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from broker.messages import Task, TaskDelivery
+from broker.messages import TaskDelivery
 from broker.validate import Limits, check_group
-from headrace.config import SamplingConfig
 from headrace.errors import EngineError
-from headrace.version import PolicyVersion
-from producers.chat import ByteChat
 from producers.engines.api import Completion, Request
 from producers.engines.scripted import ScriptedEngine
-from producers.environments.api import Done, Episode, Message, Observation, Rollout, Turn
+from producers.environments.api import Done, Episode, Message, Observation, Turn
+from producers.environments.calls import RolloutFailed
 from producers.environments.single_turn import SingleTurn
-from producers.group import Occupancy, Stage, play_group
+from producers.group import play_group
+from producers.in_play import InPlay
 from producers.rewards.worker import Score
-from producers.rollout import Player, RolloutFailed, play, request_seed
-
-FIRST = PolicyVersion(1, 0)
-TASK = Task("t1", "train", "chatty", 5, 77, 4, FIRST, 0)
-
-
-class Chatty:
-    """Answers every completion with "go on", until it has seen `turns`."""
-
-    def __init__(self, turns: int, fault: Callable[[str], object] | None = None) -> None:
-        self.turns, self.seen, self.fault, self.closed = turns, 0, fault or (lambda where: None), False
-
-    answer = "the end"
-
-    async def reset(self) -> Observation:
-        self.fault("reset")
-        return Observation((Message("user", "hello"),))
-
-    async def step(self, turn: Turn) -> Observation | Done:
-        self.fault("step")
-        self.seen += 1
-        return Done(0.5) if self.seen == self.turns else Observation((Message("user", "go on"),))
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class Chats:
-    """An environment that makes what `factory` makes."""
-
-    def __init__(self, factory: Callable[[int, int], Episode], evals: int = 3) -> None:
-        self.factory, self.evals = factory, evals
-        self.made: list[tuple[str, int, int]] = []
-
-    def __len__(self) -> int:
-        return 4
-
-    def eval_size(self) -> int:
-        return self.evals
-
-    def episode(self, split: str, index: int, seed: int) -> Episode:
-        self.made.append((split, index, seed))
-        return self.factory(index, seed)
-
-    async def score(self, rollout: Rollout) -> float:
-        return 1.0
-
-    def correct(self, rollout: Rollout) -> bool:
-        return True
-
-
-class Scores:
-    """Scores in this process: the given outcomes in turn, then 1."""
-
-    def __init__(self, *scores: Score) -> None:
-        self.scores, self.kinds = list(scores), list[str]()
-
-    async def score(self, name: str, kind: str, rollout: Rollout) -> Score:
-        self.kinds.append(kind)
-        return self.scores.pop(0) if self.scores else Score(1.0)
+from producers.rollout import play, request_seed
+from tests.rollouts import FIRST, TASK, Chats, Chatty, Scores, player, stage
 
 
 @pytest.fixture
@@ -90,14 +31,6 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
     await engine.commit(FIRST)
     yield engine
     await engine.close()
-
-
-def player(engine: ScriptedEngine, deadline_s: float = 5.0, **sampling: int) -> Player:
-    return Player(engine, ByteChat(), SamplingConfig(**{"max_new_tokens": 16, **sampling}), deadline_s)
-
-
-def stage(player: Player, environment: Chats, scorer: Scores, **more: object) -> Stage:
-    return replace(Stage("p1", player, {"chatty": environment}, scorer, min_group_size=2), **more)
 
 
 async def test_turns_become_one_trajectory_with_observations_masked(engine: ScriptedEngine) -> None:
@@ -302,8 +235,8 @@ async def test_a_group_is_played_scored_and_valid(engine: ScriptedEngine) -> Non
     scorer = Scores(*(Score(reward, correct=reward > 1) for reward in (0.0, 1.0, 2.0, 3.0)))
     environment = Chats(lambda index, seed: SingleTurn("?", index))
     here = stage(player(engine), environment, scorer)
-    occupancy = Occupancy(playing=4)
-    group = await play_group(here, TaskDelivery("1-0", 2, TASK), occupancy)
+    in_play = InPlay(4)
+    group = await play_group(here, TaskDelivery("1-0", 2, TASK), in_play, 60.0)
 
     assert check_group(group, Limits(256, {"train": 4})) is None
     assert (group.task_id, group.attempt, group.producer, group.error, group.failures) == ("t1", 2, "p1", "", ())
@@ -311,7 +244,7 @@ async def test_a_group_is_played_scored_and_valid(engine: ScriptedEngine) -> Non
     assert all(trajectory.correct is (trajectory.reward > 1) for trajectory in group.trajectories)
     assert set(group.seconds) == {"queue", "decode", "score", "total"}
     assert group.seconds["total"] >= group.seconds["decode"] > 0
-    assert (occupancy.playing, occupancy.scoring) == (0, 0)
+    assert (in_play.playing, in_play.scoring) == (0, 0)
     assert scorer.kinds == ["train"] * 4
 
 
@@ -320,21 +253,21 @@ async def test_an_episode_that_gives_its_reward_is_not_scored_unless_the_user_na
 ) -> None:
     environment, scorer = Chats(lambda index, seed: Chatty(1)), Scores()
     here = stage(player(engine), environment, scorer)
-    group = await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK), InPlay(4), 60.0)
     assert [(trajectory.reward, trajectory.correct) for trajectory in group.trajectories] == [(0.5, None)] * 4
     assert scorer.kinds == []
     named = await play_group(
-        replace(here, rewarded=frozenset({"chatty"})), TaskDelivery("1-0", 1, TASK), Occupancy(playing=4)
+        replace(here, rewarded=frozenset({"chatty"})), TaskDelivery("1-0", 1, TASK), InPlay(4), 60.0
     )
     assert [trajectory.reward for trajectory in named.trajectories] == [1.0] * 4
-    await play_group(here, TaskDelivery("1-0", 1, replace(TASK, kind="eval")), Occupancy(playing=4))
+    await play_group(here, TaskDelivery("1-0", 1, replace(TASK, kind="eval")), InPlay(4), 60.0)
     assert scorer.kinds == ["train"] * 4 + ["eval"] * 4
 
 
 async def test_failed_members_leave_the_group(engine: ScriptedEngine) -> None:
     scorer = Scores(Score(1.0), Score(failure="reward raised ValueError: no"), Score(1.0), Score(1.0))
     here = stage(player(engine), Chats(lambda index, seed: SingleTurn("?", 1)), scorer)
-    group = await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK), InPlay(4), 60.0)
     assert len(group.trajectories) == 3
     assert group.failures == ("reward raised ValueError: no",)
     assert group.error == ""
@@ -343,7 +276,7 @@ async def test_failed_members_leave_the_group(engine: ScriptedEngine) -> None:
 async def test_a_group_with_too_few_good_members_has_failed(engine: ScriptedEngine) -> None:
     scorer = Scores(Score(1.0), *[Score(failure="reward took longer than 10 s")] * 3)
     here = stage(player(engine), Chats(lambda index, seed: SingleTurn("?", 1)), scorer)
-    group = await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK), InPlay(4), 60.0)
     assert group.trajectories == ()
     assert group.error == "3 of 4 rollouts failed: reward took longer than 10 s"
     assert check_group(group, Limits(256, {"train": 4})) is None
@@ -351,15 +284,15 @@ async def test_a_group_with_too_few_good_members_has_failed(engine: ScriptedEngi
 
 async def test_an_unknown_environment_is_a_failed_group(engine: ScriptedEngine) -> None:
     here = stage(player(engine), Chats(lambda index, seed: Chatty(1)), Scores())
-    occupancy = Occupancy(playing=4)
-    group = await play_group(here, TaskDelivery("1-0", 1, replace(TASK, environment="other")), occupancy)
+    in_play = InPlay(4)
+    group = await play_group(here, TaskDelivery("1-0", 1, replace(TASK, environment="other")), in_play, 60.0)
     assert "environment 'other' is not one of the run's: chatty" in group.error
-    assert occupancy.playing == 0
+    assert in_play.playing == 0
 
 
 async def test_a_broken_engine_is_an_error_of_the_service(engine: ScriptedEngine) -> None:
     await engine.close()
     here = stage(player(engine), Chats(lambda index, seed: Chatty(1)), Scores())
     with pytest.raises(ExceptionGroup) as caught:
-        await play_group(here, TaskDelivery("1-0", 1, TASK), Occupancy(playing=4))
+        await play_group(here, TaskDelivery("1-0", 1, TASK), InPlay(4), 60.0)
     assert caught.group_contains(EngineError)

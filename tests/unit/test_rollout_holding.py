@@ -7,15 +7,18 @@ import pytest
 from broker.messages import TaskDelivery
 from headrace.version import PolicyVersion
 from producers.capacity import Capacity
-from producers.group import Occupancy
 from producers.holding import Held, phase, room, too_old
+from producers.in_play import InPlay
 from tests.support import make_task
 
 OLD, NEW = PolicyVersion(1, 4), PolicyVersion(2, 0)
 
 
 def held(playing: int = 0, scoring: int = 0, waits: bool = False) -> Held:
-    return Held(TaskDelivery("1-0", 1, make_task("t")), Occupancy(playing, scoring), 10.0, waits)
+    in_play = InPlay(playing + scoring)
+    for seat in in_play.seats[playing:]:
+        in_play.move(seat, "score")
+    return Held(TaskDelivery("1-0", 1, make_task("t")), in_play, 10.0, waits)
 
 
 def test_a_task_starts_on_its_version_or_a_newer_one() -> None:
@@ -37,17 +40,22 @@ def test_room_is_what_the_slots_leave_and_nothing_while_a_version_is_missing() -
 
 
 @pytest.mark.parametrize(
-    ("tasks", "version", "expected"),
+    ("tasks", "version", "outage", "expected"),
     [
-        ([], None, "wait_version"),
-        ([held(4)], None, "wait_version"),
-        ([], OLD, "wait_tasks"),
-        ([held(1), held(0, 3)], OLD, "play"),
-        ([held(4, waits=True), held(1)], OLD, "play"),
-        ([held(4, waits=True), held(0, 1)], OLD, "wait_version"),
-        ([held(0, 1), held()], OLD, "wait_score"),
-        ([held()], OLD, "wait_broker"),
+        ([], None, False, "wait_version"),
+        ([held(4)], None, False, "wait_version"),
+        ([], OLD, False, "wait_tasks"),
+        ([held(1), held(0, 3)], OLD, False, "play"),
+        ([held(4, waits=True), held(1)], OLD, False, "play"),
+        ([held(4, waits=True), held(0, 1)], OLD, False, "wait_version"),
+        ([held(0, 1), held()], OLD, False, "wait_score"),
+        ([held()], OLD, False, "wait_broker"),
+        ([], None, True, "wait_broker"),
+        ([], OLD, True, "wait_broker"),
+        ([held(1)], OLD, True, "play"),
+        ([held(4, waits=True)], OLD, True, "wait_broker"),
+        ([held(0, 1)], OLD, True, "wait_score"),
     ],
 )
-def test_the_phase_of_the_whole(tasks: list[Held], version: PolicyVersion | None, expected: str) -> None:
-    assert phase(tasks, version) == expected
+def test_the_phase_of_the_whole(tasks: list[Held], version: PolicyVersion | None, outage: bool, expected: str) -> None:
+    assert phase(tasks, version, outage) == expected

@@ -13,7 +13,8 @@ from broker.messages import Task, TaskDelivery, VersionSpan
 from broker.validate import Limits, check_group
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion
-from producers.group import Member, assemble, failed_group
+from producers.group import assemble, failed_group
+from producers.in_play import Member
 from producers.transcript import Transcript
 
 FIRST = PolicyVersion(1, 0)

@@ -1,0 +1,203 @@
+"""The jobs of a producer: each plays one task that it holds, from when it is taken until its group is published.
+
+A job waits for a version as new as its task asks for (`committed`), for its completions, for its scores, and for the
+broker's answer to its publish. It ends by the task's deadline, by `drop`, by `stop_stragglers`, or after `drain`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field, replace
+
+from broker.api import ProducerPort, Published
+from broker.messages import Group, TaskDelivery
+from headrace.config import Config
+from headrace.errors import BrokerUnavailable, Refused
+from headrace.version import PolicyVersion
+from producers.capacity import Capacity
+from producers.gauges import Gauges
+from producers.group import Stage, failed_group, play_group
+from producers.holding import Held, phase, room, too_old
+from producers.in_play import InPlay
+from producers.patience import Patience
+from producers.stragglers import reason, stragglers
+from weightsync.receiver import Commit
+
+log = logging.getLogger(__name__)
+
+PUBLISHES = 4
+"""Groups that are sent at the same time."""
+AGAIN_S = 0.25
+"""Between two tries to publish while the producer leaves; before that, the port itself waits for the broker."""
+
+
+@dataclass(slots=True)
+class Jobs:
+    """All jobs of one producer. `changed` is set whenever a rollout, a group or the version moves on."""
+
+    name: str
+    port: ProducerPort
+    stage: Stage
+    config: Config
+    gauges: Gauges
+    leaving: asyncio.Event
+    held: dict[str, Held] = field(default_factory=dict)
+    """By entry id; at most `capacity.most_held`."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    committed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new one, at each commit."""
+    head: PolicyVersion | None = None
+    """The newest version there is, in the engine or not."""
+    outage: str = ""
+    """Why calls to the broker wait; empty while it answers."""
+    _drained: bool = False
+    _publishing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PUBLISHES))
+
+    @property
+    def patience(self) -> Patience:
+        return Patience(leaving=self.leaving)
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.stage.player.engine.slots, self.config.trainer.group_size)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        return self.stage.player.engine.version
+
+    def room(self) -> int:
+        return room(self.held.values(), self.version, self.capacity)
+
+    def phase(self) -> str:
+        return phase(self.held.values(), self.version, bool(self.outage))
+
+    def moved(self) -> None:
+        """Something moved on."""
+        if not self.leaving.is_set():
+            self.gauges.host.enter(self.phase())
+        self.changed.set()
+
+    def on_commit(self, commit: Commit) -> None:
+        """A new version is in the engine: called by the receiver."""
+        self.gauges.committed(commit)
+        before, self.committed = self.committed, asyncio.Event()
+        before.set()
+        self.stop_stragglers()
+        self.moved()
+
+    def on_head(self, head: PolicyVersion) -> None:
+        """There is a newer version: called by the receiver, before it is in the engine."""
+        self.head = head
+        self.stop_stragglers()
+
+    def hold(self, delivery: TaskDelivery, budget_s: float) -> Held | None:
+        """A task to play. None for one that plays here already, which comes again when the broker lost its tail, or
+        from somebody who took it over and gave it back: its job goes on, and publishes its group as this delivery.
+        """
+        task = delivery.task
+        again = [held for held in self.held.values() if held.delivery.task.task_id == task.task_id]
+        for held in again:
+            if held.delivery.task == task:
+                del self.held[held.delivery.entry_id]
+                held.delivery = delivery
+                self.held[delivery.entry_id] = held
+                return None
+            self._end(held)
+        in_play = InPlay(task.group_size, self.moved)
+        held = Held(delivery, in_play, budget_s, too_old(self.version, delivery))
+        self.held[delivery.entry_id] = held
+        return held
+
+    async def play(self, held: Held) -> None:
+        """One job: wait for the version, play, score, publish."""
+        group = await self._group(held)
+        held.publishing = True
+        async with self._publishing:
+            answer = await self._publish(held, group)
+        if answer is None:
+            return
+        self.held.pop(held.delivery.entry_id, None)
+        self.gauges.published_group(group, answer, held.in_play.sampled(self.stage.player.engine))
+        self.moved()
+
+    def drop(self, entry_ids: list[str]) -> None:
+        """These tasks were taken over by others, or are no more."""
+        for entry_id in entry_ids:
+            held = self.held.get(entry_id)
+            if held is not None and not held.publishing:
+                self._end(held)
+
+    def stop_stragglers(self) -> None:
+        """End what nobody can use any more, unless only its too-old tokens are left out."""
+        staleness, engine = self.config.staleness, self.stage.player.engine
+        if staleness.stale != "drop":
+            return
+        for held in stragglers(self.held.values(), engine, self.head, staleness.max_lag):
+            held.in_play.stop(reason(staleness.max_lag), engine)
+
+    async def drain(self, seconds: float) -> None:
+        """Finish what plays for at most `seconds`; what waits for a version is left at once."""
+        for held in self.held.values():
+            if held.job is not None and held.waits_for_version:
+                held.job.cancel()
+        jobs = {held.job for held in self.held.values() if held.job is not None}
+        if jobs:
+            _, late = await asyncio.wait(jobs, timeout=seconds)
+            self._drained = True
+            for job in late:
+                job.cancel()
+
+    def forget(self) -> None:
+        """What is still held was given back, or its lease runs out."""
+        for held in self.held.values():
+            self.gauges.thrown_away("given_back", held.in_play.sampled(self.stage.player.engine))
+        self.held.clear()
+
+    async def _group(self, held: Held) -> Group:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + held.budget_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._caught_up(held)
+        except TimeoutError:
+            held.waits_for_version = False
+            held.in_play.clear()
+            why = f"the task's deadline passed: no version {held.delivery.task.min_version} came"
+            return failed_group(held.delivery, self.name, why)
+        return await play_group(self.stage, held.delivery, held.in_play, max(0.0, deadline - loop.time()))
+
+    async def _caught_up(self, held: Held) -> None:
+        """A task may not start on a version older than it says."""
+        while too_old(self.version, held.delivery):
+            await self.committed.wait()
+        held.waits_for_version = False
+        self.moved()
+
+    async def _publish(self, held: Held, group: Group) -> Published | None:
+        """The broker's answer, for the newest delivery of the task; None when it is away until the drain is over."""
+        while True:
+            delivery = held.delivery
+            try:
+                answer = await self.patience(
+                    "publish", self.port.publish, self.name, delivery, replace(group, attempt=delivery.attempt)
+                )
+            except (BrokerUnavailable, Refused):
+                # A port in haste gives up early; how long a finished group may wait is for the drain to say.
+                if not self.leaving.is_set():
+                    raise
+                if self._drained:
+                    return None
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if held.delivery is delivery:
+                return answer
+
+    def _end(self, held: Held) -> None:
+        """End a job whose task is not this producer's any more."""
+        self.gauges.lost(held.in_play.sampled(self.stage.player.engine))
+        self.gauges.event("lost", task=held.delivery.task.task_id)
+        self.held.pop(held.delivery.entry_id, None)
+        if held.job is not None:
+            held.job.cancel()
+        self.moved()
