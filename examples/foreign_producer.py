@@ -237,7 +237,7 @@ class Producer:
     def wait(self, error: redis.RedisError, give_up: float) -> None:
         """With jitter, so that not all producers come back at once."""
         if time.monotonic() > give_up:
-            raise error
+            raise Left(f"Redis is away: {error}") from error
         time.sleep(random.uniform(0.1, 0.5))
 
 
