@@ -72,6 +72,8 @@ class Producer:
     on_close: Callable[[], Awaitable[None]]
     """Ends engine, reward processes and whatever else was started."""
     metrics_url: str = ""
+    on_leave: Callable[[], None] = lambda: None
+    """Called when it begins to leave."""
     _drain_s: float = 0.0
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
     _beating: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -168,6 +170,7 @@ class Producer:
         try:
             await self.service.stopping.wait()
             self.port.hasten()
+            self.on_leave()
             await self._finished.wait()
         finally:
             await _whole(self._leave())
