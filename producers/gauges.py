@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 from broker.api import Published
 from broker.messages import Group
+from headrace.errors import ServiceError
 from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane, idle_fraction
 from producers.engines.api import Engine, EngineStats
 from weightsync.receiver import Commit
+
+log = logging.getLogger(__name__)
 
 GROUP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 MOST_REASONS = 16
@@ -32,6 +36,7 @@ class Gauges:
         self._engine_lane = engine_lane if isinstance(engine_lane, Lane) else None
         self._metrics = metrics
         self._journal = journal
+        self._journal_full = False
         self._lanes = tuple(lane for lane in (self._engine_lane, self.host) if lane is not None)
         metrics.watch(*self._lanes)
         self._read_at = time.monotonic()
@@ -121,14 +126,23 @@ class Gauges:
             seconds = {
                 f"{lane.name}.{phase}": round(s, 3) for lane in self._lanes for phase, s in lane.seconds().items()
             }
-            self._journal.write("state", **figures, phases=seconds)
+            self.event("state", **figures, phases=seconds)
         seconds_of_lane = {phase: round(seconds, 3) for phase, seconds in lane.items()}
         return {**figures, "seconds": seconds_of_lane, "metrics_url": metrics_url}
 
     def event(self, event: str, **fields: Any) -> None:
-        """One line in the journal, where there is one."""
-        if self._journal is not None:
+        """One line in the journal, where there is one. A disk that is full ends no rollout."""
+        if self._journal is None:
+            return
+        try:
             self._journal.write(event, **fields)
+        except ServiceError as error:
+            self._metrics.count("journal_lines_lost", help="Lines that could not be written")
+            if not self._journal_full:
+                log.warning("%s; rollouts go on without it", error)
+            self._journal_full = True
+        else:
+            self._journal_full = False
 
     def close(self) -> None:
         if self._journal is not None:

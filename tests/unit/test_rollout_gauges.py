@@ -1,0 +1,110 @@
+"""What a producer counts: groups by what became of them, tokens that nobody trains on, outages, a full disk."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from broker.messages import Group
+from headrace.errors import ServiceError
+from headrace.telemetry.journal import Journal
+from headrace.telemetry.metrics import Metrics
+from producers.engines.scripted import ScriptedEngine
+from producers.gauges import Gauges, wasted
+from tests.support import make_group, make_task
+
+GROUP = make_group(make_task("t"), 1, "p1")
+"""Two rollouts of six sampled tokens each."""
+STALE = replace(GROUP, trajectories=(), outcome="stale", error="too old", stopped_N=(5, 2))
+FAILED = replace(GROUP, trajectories=(), outcome="failed", error="no", failures=("no", "no"))
+
+
+class FullDisk(Journal):
+    full = True
+
+    def write(self, event: str, **fields: object) -> None:
+        if self.full:
+            raise ServiceError("journal p1.jsonl cannot be written: No space left on device")
+        super().write(event, **fields)
+
+
+def gauges(journal: Journal | None = None) -> tuple[Gauges, Metrics]:
+    metrics = Metrics("r", "p1")
+    return Gauges(ScriptedEngine(), metrics, journal), metrics
+
+
+def counts(metrics: Metrics, name: str) -> dict[str, float]:
+    """What a metric says, by its labels other than run and service."""
+    found = {}
+    for line in metrics.render().decode().splitlines():
+        if line.startswith(f"headrace_{name}{{"):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            found[" ".join(labels[label] for label in sorted(labels.keys() - {"run", "service"}))] = float(
+                line.split()[-1]
+            )
+    return found
+
+
+def test_tokens_are_thrown_away_for_a_reason() -> None:
+    told, metrics = gauges()
+    told.published_group(GROUP, "published", 12)
+    assert counts(metrics, "tokens_thrown_away_total") == {"failed": 0.0}
+    told.published_group(replace(GROUP, failures=("no",)), "repeated", 15)
+    told.published_group(FAILED, "published", 4)
+    told.published_group(GROUP, "superseded", 13)
+    told.published_group(STALE, "superseded", 7)
+    told.published_group(STALE, "published", 7)
+    told.lost(30)
+    assert counts(metrics, "tokens_thrown_away_total") == {
+        "failed": 7.0,
+        "superseded": 20.0,
+        "stale": 7.0,
+        "lost": 30.0,
+    }
+    assert counts(metrics, "groups_total") == {
+        "train published": 1.0,
+        "train repeated": 1.0,
+        "train failed": 1.0,
+        "train superseded": 2.0,
+        "train stale": 1.0,
+    }
+    assert counts(metrics, "rollouts_stopped_total") == {"": 4.0}
+
+
+@pytest.mark.parametrize(("group", "expected"), [(GROUP, 8), (STALE, 20), (FAILED, 20)])
+def test_what_is_in_no_trajectory_is_wasted(group: Group, expected: int) -> None:
+    assert wasted(group, "published", 20) == expected
+    assert wasted(group, "superseded", 20) == 20
+    assert np.sum(GROUP.trajectories[0].loss_mask_T) == 6
+
+
+def test_an_outage_is_told_once_and_counted(tmp_path: Path) -> None:
+    told, metrics = gauges(Journal(tmp_path / "p1.jsonl"))
+    told.outage("Redis is full")
+    told.outage("Redis is full, still")
+    assert counts(metrics, "outage") == {"": 1.0}
+    told.outage("")
+    told.outage("")
+    assert counts(metrics, "outage") == {"": 0.0}
+    assert counts(metrics, "outage_seconds_total")[""] > 0
+    journal = (tmp_path / "p1.jsonl").read_text()
+    assert journal.count('"event": "outage", "why": "Redis is full"}') == 1
+    assert journal.count('"event": "outage_over"') == 1
+    told.close()
+
+
+def test_a_full_disk_ends_no_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = FullDisk(tmp_path / "p1.jsonl")
+    told, metrics = gauges(journal)
+    told.event("one")
+    told.published_group(GROUP, "published", 12)
+    assert counts(metrics, "journal_lines_lost_total") == {"": 2.0}
+    assert caplog.text.count("No space left on device; rollouts go on without it") == 1
+    journal.full = False
+    told.event("three")
+    assert '"event": "three"' in (tmp_path / "p1.jsonl").read_text()
+    told.close()
