@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.driver import chaos
-from tests.chaos.faults import drawn, named
+from tests.chaos.faults import drawn, named, paired
 
 
 def main() -> int:
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="but strike no more after so long")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000, help="of the choice of faults")
     parser.add_argument("--only", action="append", default=[], help="only faults whose name begins so; may be repeated")
+    parser.add_argument("--pairs", action="store_true", help="two faults at once: more than exactness is promised for")
     parser.add_argument("--folder", type=Path, help="keep everything here")
     parser.add_argument("--no-replay", action="store_true", help="leave the comparison of weights out")
     told = parser.parse_args()
@@ -39,7 +40,7 @@ def main() -> int:
     verdict = asyncio.run(
         chaos(
             folder.resolve(),
-            drawn(told.seed, faults, told.faults),
+            (paired if told.pairs else drawn)(told.seed, faults, told.faults),
             minutes=told.minutes,
             seed=told.seed,
             say=say,

@@ -26,8 +26,8 @@ class Fault:
     name: str
     weight: float
     strike: Callable[[World], Awaitable[None]]
-    loses: bool = False
-    """Redis may lose what it had answered for."""
+    service: bool = False
+    """It strikes a service, and not what lies between services."""
 
 
 def named(*names: str) -> tuple[Fault, ...]:
@@ -38,11 +38,27 @@ def named(*names: str) -> tuple[Fault, ...]:
     return found
 
 
-def drawn(seed: int, faults: Sequence[Fault], count: int) -> Iterator[Fault]:
+def drawn(seed: float, faults: Sequence[Fault], count: int) -> Iterator[Fault]:
     """So many of these by their weights; the same for the same seed."""
     generator = random.Random(seed)
     for _ in range(count):
         yield generator.choices(faults, [fault.weight for fault in faults])[0]
+
+
+def paired(seed: int, faults: Sequence[Fault], count: int) -> Iterator[Fault]:
+    """Two at once, one of a service and one of what lies between them: more than exactness is promised for."""
+    generator = random.Random(seed)
+    services = [fault for fault in faults if fault.service]
+    others = [fault for fault in faults if not fault.service]
+    for first, second in zip(drawn(generator.random(), services, count), drawn(seed, others, count), strict=True):
+        yield Fault(f"{first.name} + {second.name}", 1.0, partial(_both, first=first, second=second))
+
+
+async def _both(world: World, first: Fault, second: Fault) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(first.strike(world))
+        await asyncio.sleep(world.random.uniform(0.0, 0.5))
+        group.create_task(second.strike(world))
 
 
 async def end(world: World, name: str, number: signal.Signals) -> None:
@@ -82,21 +98,21 @@ def _of_services() -> list[Fault]:
     faults = []
     for name, weight in (("producer-1", 2.0), ("producer-2", 2.0), ("trainer", 3.0), ("weights", 1.0)):
         faults += [
-            Fault(f"kill {name}", weight, partial(end, name=name, number=signal.SIGKILL)),
-            Fault(f"term {name}", weight / 2, partial(end, name=name, number=signal.SIGTERM)),
-            Fault(f"stop {name}", weight / 2, partial(freeze, name=name)),
+            Fault(f"kill {name}", weight, partial(end, name=name, number=signal.SIGKILL), True),
+            Fault(f"term {name}", weight / 2, partial(end, name=name, number=signal.SIGTERM), True),
+            Fault(f"stop {name}", weight / 2, partial(freeze, name=name), True),
         ]
     return faults
 
 
 FAULTS = (
     *_of_services(),
-    Fault("zombie trainer", 2.0, zombie),
+    Fault("zombie trainer", 2.0, zombie, True),
     Fault("redis kill", 3.0, redis_faults.kill),
     Fault("redis term", 1.0, redis_faults.term),
     Fault("redis stop", 2.0, redis_faults.freeze),
-    Fault("redis tail", 3.0, redis_faults.lose_tail, loses=True),
-    Fault("redis flush", 1.0, redis_faults.flush, loses=True),
+    Fault("redis tail", 3.0, redis_faults.lose_tail),
+    Fault("redis flush", 1.0, redis_faults.flush),
     Fault("redis full", 1.0, redis_faults.full),
     Fault("redis scripts", 1.0, redis_faults.forget_scripts),
     Fault("redis slow", 1.0, redis_faults.slow),
