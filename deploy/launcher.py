@@ -58,7 +58,8 @@ TRAINER_S = 125.0
 """How long the trainer may take for its step and checkpoint; a little longer than it allows itself."""
 GRACE_S = 15.0
 """Beyond a producer's own drain time."""
-WEIGHTS_S = 10.0
+WEIGHTS_S = 5.0
+"""Beyond what it waits for a broker that is away."""
 REDIS_S = 10.0
 
 
@@ -334,7 +335,8 @@ class Launcher:
             self.outcome.killed += late
         # A trainer that was told to leave finishes its step first.
         self._show_steps()
-        self.outcome.killed += await self._supervisor.stop(("weights",), WEIGHTS_S)
+        patience_s = WEIGHTS_S + self._plan.config.broker.connect_timeout_s
+        self.outcome.killed += await self._supervisor.stop(("weights",), patience_s)
 
     async def _note_failure(self, errors: BaseExceptionGroup[BaseException]) -> None:
         """Tell the broker; when it is what broke, the run's reason stays the first one."""

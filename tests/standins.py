@@ -16,15 +16,15 @@ PACKAGE = "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n"
 SERVICE = """
 import asyncio, json, os, pathlib, signal, socket, sys
 from broker.api import Peer
-from broker.connect import connect_run
+from broker.connect import open_run
 from headrace.service import main
 
 NAME, FOLDER = os.environ["HEADRACE_NAME"], pathlib.Path.cwd()
 
 def serve(role, work):
     async def start(service):
-        port = connect_run(os.environ["HEADRACE_REDIS_URL"], os.environ["HEADRACE_RUN"])
-        record = await port.record()
+        record, _, port = await open_run(os.environ["HEADRACE_REDIS_URL"], os.environ["HEADRACE_RUN"])
+        await port.record()
         async def beat():
             stopped = False
             while not stopped:
@@ -33,7 +33,11 @@ def serve(role, work):
                 await port.heartbeat(peer, 5.0)
                 stopped = await service.sleep(0.1)
             await port.retire(NAME)
+        async def hasten():
+            await service.stopping.wait()
+            port.hasten()
         service.add("beat", beat)
+        service.add("hasten", hasten)
         service.add("work", lambda: work(service, port, record))
     sys.exit(main(NAME, start, drain_s=60.0))
 """

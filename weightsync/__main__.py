@@ -23,7 +23,7 @@ DRAIN_S = 20.0
 
 
 async def start(service: Service, told: Invocation) -> None:
-    """Build the parts and add their one loop."""
+    """Build the parts and add their loops."""
     record, config, port = await open_run(told.url, told.run_id)
     metrics = Metrics(told.run_id, told.name)
     journal = _journal(record, told.name)
@@ -51,7 +51,13 @@ async def start(service: Service, told: Invocation) -> None:
             if journal is not None:
                 journal.close()
 
+    async def hasten() -> None:
+        """A service that leaves waits for a broker that is away no longer than at its start."""
+        await service.stopping.wait()
+        port.hasten()
+
     service.add("weights", loops)
+    service.add("hasten", hasten)
 
 
 def _journal(record: RunRecord, name: str) -> Journal | None:
