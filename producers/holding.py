@@ -23,6 +23,8 @@ class Held:
     """Until the task's deadline, from when it was taken."""
     waits_for_version: bool
     publishing: bool = False
+    lost: bool = False
+    """The broker does not know it as this producer's: taken over by another, or about to be handed out again."""
     job: asyncio.Task[None] | None = None
 
 
@@ -32,10 +34,13 @@ def too_old(version: PolicyVersion | None, delivery: TaskDelivery) -> bool:
 
 
 def room(held: Collection[Held], version: PolicyVersion | None, capacity: Capacity) -> int:
-    """Tasks to take now: none before a version is there, nor while a task waits for a newer one."""
+    """Tasks to take now: none before a version is there, nor while a task waits for a newer one.
+
+    A lost one takes no room, so that it can come again: for that moment, twice as many may be held.
+    """
     if version is None or any(task.waits_for_version for task in held):
         return 0
-    playing = [task.in_play.playing for task in held]
+    playing = [task.in_play.playing for task in held if not task.lost]
     return capacity.tasks_to_take(sum(playing), playing.count(0))
 
 

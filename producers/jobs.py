@@ -1,7 +1,7 @@
 """The jobs of a producer: each plays one task that it holds, from when it is taken until its group is published.
 
 A job waits for a version as new as its task asks for (`committed`), for its completions, for its scores, and for the
-broker's answer to its publish. It ends by the task's deadline, by `drop`, by `stop_stragglers`, or after `drain`.
+broker's answer to its publish. It ends by the task's deadline, by `lose`, by `stop_stragglers`, or after `drain`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Jobs:
     gauges: Gauges
     leaving: asyncio.Event
     held: dict[str, Held] = field(default_factory=dict)
-    """By entry id; at most `capacity.most_held`."""
+    """By entry id; at most `capacity.most_held`, and as many that were lost, for a quarter of a lease."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new one, at each commit."""
@@ -100,7 +100,7 @@ class Jobs:
         for held in again:
             if held.delivery.task == task:
                 del self.held[held.delivery.entry_id]
-                held.delivery = delivery
+                held.delivery, held.lost = delivery, False
                 self.held[delivery.entry_id] = held
                 return None
             self._end(held)
@@ -121,12 +121,17 @@ class Jobs:
         self.gauges.published_group(group, answer, held.in_play.sampled(self.stage.player.engine))
         self.moved()
 
-    def drop(self, entry_ids: list[str]) -> None:
-        """These tasks were taken over by others, or are no more."""
-        for entry_id in entry_ids:
-            held = self.held.get(entry_id)
-            if held is not None and not held.publishing:
+    def lose(self, entry_ids: list[str]) -> None:
+        """These tasks, and no others, are not this producer's, as its newest renewal says.
+
+        They are others' now, or a broker that lost its tail hands them out again, which it does at once: so a job is
+        ended when it is called lost for the second time, and until then `hold` may find it.
+        """
+        for held in [held for held in self.held.values() if not held.publishing]:
+            before, held.lost = held.lost, held.delivery.entry_id in entry_ids
+            if before and held.lost:
                 self._end(held)
+        self.moved()
 
     def stop_stragglers(self) -> None:
         """End what nobody can use any more, unless only its too-old tokens are left out."""

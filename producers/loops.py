@@ -139,11 +139,11 @@ class Producer:
             self._finished.set()
 
     async def renew(self) -> None:
-        """Keeps the leases of all held tasks; a task that was taken over is dropped."""
+        """Keeps the leases of all held tasks, and hears which were lost."""
         while not await self._ended(self.config.producer.lease_s / 4):
             if self.jobs.held:
                 with self._unless_leaving():
-                    self.jobs.drop(await self.patience("renew", self.port.renew, self.name, list(self.jobs.held)))
+                    self.jobs.lose(await self.patience("renew", self.port.renew, self.name, list(self.jobs.held)))
 
     async def heartbeat(self) -> None:
         """Says that this producer lives and how it does; stops with the run."""

@@ -37,6 +37,9 @@ def test_room_is_what_the_slots_leave_and_nothing_while_a_version_is_missing() -
     assert room([], None, capacity) == 0
     assert room([held(4, waits=True)], OLD, capacity) == 0
     assert room([held()] * capacity.most_decoded, OLD, capacity) == 0
+    lost = held(4)
+    lost.lost = True
+    assert room([held(4), held(4), lost], OLD, capacity) == 1
 
 
 @pytest.mark.parametrize(

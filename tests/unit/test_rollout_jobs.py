@@ -1,0 +1,91 @@
+"""What becomes of the jobs of a producer when the broker forgets, repeats or takes away, decided without one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from broker.messages import TaskDelivery
+from headrace.config import Config
+from headrace.telemetry.metrics import Metrics
+from headrace.version import PolicyVersion
+from producers.engines.scripted import ScriptedEngine
+from producers.gauges import Gauges
+from producers.holding import Held
+from producers.jobs import Jobs
+from tests.rollouts import Chats, Chatty, Scores, player, stage
+from tests.support import make_task
+
+VERSION = PolicyVersion(1, 0)
+TASK = make_task("t1", group_size=4)
+FIRST = TaskDelivery("1-0", 1, TASK)
+
+
+@pytest.fixture
+async def jobs() -> Jobs:
+    """With slots for eight rollouts, of which nothing is played: jobs are tasks that wait for ever."""
+    engine = ScriptedEngine(slots=8)
+    await engine.commit(VERSION)
+    here = stage(player(engine), Chats(lambda index, seed: Chatty(1)), Scores())
+    gauges = Gauges(engine, Metrics("r", "p1"), None)
+    return Jobs("p1", None, here, Config(), gauges, asyncio.Event())  # type: ignore[arg-type]
+
+
+def begin(jobs: Jobs, delivery: TaskDelivery) -> Held:
+    held = jobs.hold(delivery, 60.0)
+    assert held is not None
+    held.job = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    return held
+
+
+async def ended(held: Held) -> bool:
+    assert held.job is not None
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return held.job.cancelled()
+
+
+@pytest.mark.parametrize(
+    "again",
+    [FIRST, replace(FIRST, attempt=3), replace(FIRST, entry_id="2-0"), TaskDelivery("2-0", 2, TASK)],
+    ids=["the same", "later attempt", "other entry", "given back"],
+)
+async def test_a_task_that_comes_again_is_the_running_jobs(jobs: Jobs, again: TaskDelivery) -> None:
+    held = begin(jobs, FIRST)
+    jobs.lose(["1-0"])
+    assert jobs.hold(again, 60.0) is None
+    assert jobs.held == {again.entry_id: held}
+    assert (held.delivery, held.lost) == (again, False)
+    assert not await ended(held)
+
+
+async def test_another_task_of_the_same_name_is_played_instead(jobs: Jobs) -> None:
+    old = begin(jobs, FIRST)
+    new = begin(jobs, TaskDelivery("2-0", 1, replace(TASK, seed=8)))
+    assert jobs.held == {"2-0": new}
+    assert await ended(old)
+
+
+async def test_a_lost_task_has_a_moment_to_come_again(jobs: Jobs) -> None:
+    lost, kept = begin(jobs, FIRST), begin(jobs, TaskDelivery("2-0", 1, make_task("t2", group_size=4)))
+    room = jobs.room()
+    jobs.lose(["1-0"])
+    assert jobs.room() > room, "it takes no room meanwhile"
+    jobs.lose([])
+    assert (jobs.room(), lost.lost) == (room, False)
+    jobs.lose(["1-0"])
+    assert not await ended(lost)
+    jobs.lose(["1-0"])
+    assert await ended(lost)
+    assert jobs.held == {"2-0": kept}
+
+
+async def test_what_is_being_published_is_not_lost(jobs: Jobs) -> None:
+    held = begin(jobs, FIRST)
+    held.publishing = True
+    jobs.lose(["1-0"])
+    jobs.lose(["1-0"])
+    assert not await ended(held)
+    assert jobs.held == {"1-0": held}
