@@ -98,7 +98,7 @@ def documented_rules() -> str:
 
 
 class RedisProcess:
-    """A server of a test's own on a free port, with password and append-only file; options are those of redis-server."""
+    """A server on a free port, with password and append-only file; options are those of redis-server."""
 
     def __init__(self, folder: Path, *options: str, kind: str = "default") -> None:
         self.kind = kind
@@ -169,9 +169,11 @@ class RedisProcess:
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                with self._secured(connection) as secured:
-                    return self._greets(secured)
+            with (
+                socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection,
+                self._secured(connection) as secured,
+            ):
+                return self._greets(secured)
         except OSError:
             return False
 
