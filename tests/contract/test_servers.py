@@ -20,7 +20,8 @@ from tests.servers import KINDS, PASSWORD, ROOT, TLS, RedisProcess, binary_of, d
 from tests.support import make_group, make_task
 
 HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.2)
-SOURCE = "\n".join(file.read_text() for file in sorted(ROOT.glob("broker/redis/**/*.[pl][yu]*"))).lower()
+SOURCES = [*ROOT.glob("broker/redis/*.py"), *ROOT.glob("broker/redis/lua/*.lua")]
+SOURCE = "\n".join(file.read_text() for file in SOURCES).lower()
 RIGHTS = {word[1:] for word in documented_rules().split() if word.startswith("+")}
 WITH_PARTS = {right.partition("|")[0] for right in RIGHTS if "|" in right}
 Servers = Callable[[str], RedisProcess]
