@@ -30,12 +30,14 @@ async def start(service: Service, told: Invocation) -> None:
     from headrace.telemetry.phases import Lane
     from weightsync.publisher import Publisher
 
-    record, fence, found = await take_run(port, told.resume)
+    taken = await take_run(port, told.resume)
     lane, metrics = Lane("trainer", "load"), Metrics(told.run_id, told.name)
-    parts = await asyncio.to_thread(build, record, fence, found, lane)
+    parts = await asyncio.to_thread(build, taken, lane)
     lane.enter("other")
-    publisher = Publisher(port, fence, parts.layout, told.run_id, config.weights.max_live_versions)
-    loops = TrainerLoops(service, port, parts, publisher, Progress(parts.folder, lane, metrics))
+    publisher = Publisher(port, taken.fence, parts.layout, told.run_id, config.weights.max_live_versions)
+    labels = {environment.called for environment in config.environments}
+    progress = Progress(parts.folder, lane, metrics, taken.fence.incarnation, labels)
+    loops = TrainerLoops(service, port, parts, publisher, progress)
     endpoint = Endpoint(metrics, loops.health)
     await endpoint.start(config.telemetry.host, told.metrics_port)
     loops.metrics_url = f"http://{config.telemetry.host}:{endpoint.port}/metrics"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from broker.messages import GroupDelivery, StepEntry, StepRecord
 from consumers.ingest import entry
-from consumers.lag import group_lag
+from consumers.lag import History, Staleness, group_lag, loss_tokens
 from headrace.version import PolicyVersion
+
+MOST_NOTES = 4096
+"""Verdicts that one step record tells of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +21,13 @@ class Batch:
     version: PolicyVersion
     """The version that the step produces."""
     deliveries: tuple[GroupDelivery, ...]
+    """Their groups without the tokens that are too old."""
     lags: tuple[int, ...]
-    """Lag of each group when the batch was formed, in steps."""
-    verdicts: tuple[StepEntry, ...]
-    """Groups judged otherwise since the batch before."""
+    """Lag of each group when the batch was formed, in steps: that of its oldest token in the loss."""
+    verdicts: tuple[StepEntry, ...] = ()
+    """Groups judged otherwise since the batch before, the newest of them."""
+    masked: int = 0
+    """Tokens that left the loss."""
 
     @property
     def nbytes(self) -> int:
@@ -38,16 +44,20 @@ class Batch:
 
 
 class Batcher:
-    """Groups that wait for a batch. Admission bounds how many there are."""
+    """Groups that wait for a batch. Admission bounds how many there are, and their bytes."""
 
-    def __init__(self, groups_per_step: int, max_lag: int) -> None:
+    def __init__(self, groups_per_step: int, rule: Staleness) -> None:
         self._size = groups_per_step
-        self._max_lag = max_lag
+        self._rule = rule
         self._ready: deque[GroupDelivery] = deque()
-        self._verdicts: list[StepEntry] = []
+        self._verdicts: deque[StepEntry] = deque(maxlen=MOST_NOTES)
 
     def __len__(self) -> int:
         return len(self._ready)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(delivery.nbytes for delivery in self._ready)
 
     def add(self, delivery: GroupDelivery) -> None:
         self._ready.append(delivery)
@@ -60,28 +70,43 @@ class Batcher:
         """Groups that the next batch still lacks."""
         return max(0, self._size - len(self._ready))
 
-    def drop_stale(self, step: int, first: PolicyVersion) -> list[StepEntry]:
-        """Remove groups whose lag at `step` is over the bound; returns their verdicts, to be settled.
-
-        `first` is the first version of this trainer's incarnation.
-        """
+    def drop_stale(self, step: int, history: History) -> list[tuple[GroupDelivery, str]]:
+        """Remove groups of which nothing may be trained on at `step`; returns them with the reason, to be settled."""
         fresh: deque[GroupDelivery] = deque()
-        stale: list[StepEntry] = []
+        stale: list[tuple[GroupDelivery, str]] = []
         for delivery in self._ready:
-            lag = group_lag(delivery.group, step, first)
-            if lag > self._max_lag:
-                stale.append(entry(delivery, "stale", f"lag {lag}"))
+            if self._rule.fit(delivery.group, step, history) is None:
+                stale.append((delivery, f"lag {group_lag(delivery.group, step, history)}"))
             else:
                 fresh.append(delivery)
         self._ready = fresh
-        self._verdicts += stale
         return stale
 
-    def form(self, step: int, first: PolicyVersion) -> Batch | None:
+    def form(self, step: int, history: History, incarnation: int) -> Batch | None:
         """The batch of the step after `step`, or None when groups are missing. Call `drop_stale` with it before."""
         if len(self._ready) < self._size:
             return None
-        deliveries = tuple(self._ready.popleft() for _ in range(self._size))
-        lags = tuple(group_lag(delivery.group, step, first) for delivery in deliveries)
-        verdicts, self._verdicts = tuple(self._verdicts), []
-        return Batch(PolicyVersion(first.incarnation, step + 1), deliveries, lags, verdicts)
+        chosen = [self._ready.popleft() for _ in range(self._size)]
+        verdicts = tuple(self._verdicts)
+        self._verdicts.clear()
+        return batch_of(PolicyVersion(incarnation, step + 1), chosen, self._rule, history, verdicts)
+
+
+def batch_of(
+    version: PolicyVersion,
+    chosen: list[GroupDelivery],
+    rule: Staleness,
+    history: History,
+    verdicts: tuple[StepEntry, ...] = (),
+) -> Batch:
+    """The batch of the step that makes `version`, from groups of which something is left.
+
+    The same groups, rule and history give the same tokens and lags, whenever it is asked.
+    """
+    step = version.step - 1
+    deliveries = tuple(
+        replace(delivery, group=rule.fit(delivery.group, step, history) or delivery.group) for delivery in chosen
+    )
+    masked = sum(loss_tokens(d.group) for d in chosen) - sum(loss_tokens(d.group) for d in deliveries)
+    lags = tuple(group_lag(delivery.group, step, history) for delivery in deliveries)
+    return Batch(version, deliveries, lags, verdicts, masked)

@@ -1,15 +1,14 @@
-"""The trainer's books: how far it is, what it asked for, and what no checkpoint contains yet."""
+"""The trainer's books: how far it is, what it asked for, what waits, and what no checkpoint contains yet."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
 
-from consumers.batch import Batch
+from consumers.batch import Batch, Batcher
+from consumers.lag import History
+from consumers.retention import Retained
 from headrace.version import PolicyVersion
-
-RETAINED_BYTES = 256 << 20
-"""Groups that lie in the broker only because no checkpoint contains them; more of them bring one early."""
 
 
 @dataclass(slots=True)
@@ -20,13 +19,23 @@ class Books:
     formed: int
     """Batches formed since the run began: the step that the next batch is judged at."""
     cursor: int
-    """Number of the next training task."""
-    first: PolicyVersion
-    """The first version of this incarnation."""
-    checkpointed: int
+    """Number of the next training prompt."""
+    batcher: Batcher
+    """Groups that wait for a batch."""
+    checkpointed: int = 0
     """Step of the newest durable checkpoint."""
+    made: int = 0
+    """Newest step whose weights are made and were published, or skipped by the publisher."""
+    history: History = field(default_factory=lambda: History({}))
+    """The steps of all incarnations, this one's included once it has begun."""
+    first: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
+    """The first version of this incarnation, once it has begun."""
     unsettled: list[Batch] = field(default_factory=list)
-    """Batches whose groups no durable checkpoint contains."""
+    """Batches whose groups no durable checkpoint contains; bounded by `consumers/retention.py`."""
+    largest: int = 0
+    """Bytes of the largest group so far."""
+    lost: int = 0
+    """Tasks that were counted as lost, as the newest balance sheet says."""
     slots: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a slot may have become free; `admit` waits for it."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -43,14 +52,17 @@ class Books:
         return sum(len(batch.deliveries) for batch in self.unsettled)
 
     @property
-    def retained_bytes(self) -> int:
-        return sum(batch.nbytes for batch in self.unsettled)
+    def retained(self) -> Retained:
+        unsettled = sum(batch.nbytes for batch in self.unsettled)
+        return Retained(len(self.unsettled), unsettled, len(self.batcher), self.batcher.nbytes, self.largest)
+
+    def begin(self, history: History) -> None:
+        """All steps that can be made again are: this incarnation goes on from here."""
+        self.made, self.first = self.formed, self.version
+        self.history = history.begun(self.first)
 
     def took(self, batch: Batch) -> None:
         """A batch is formed: from now on its groups are not waited for."""
         self.formed += 1
         self.unsettled.append(batch)
         self.slots.set()
-
-    def checkpoint_due(self, every: int) -> bool:
-        return self.formed - self.checkpointed >= every or self.retained_bytes > RETAINED_BYTES

@@ -2,8 +2,8 @@
 
 `<run folder>/checkpoints/<incarnation>/<step>/` holds `model.safetensors` (float32, names as in the Hugging Face
 model), `optimizer.safetensors` (AdamW moments and random state) and `state.json`, which is written last and carries
-the digests of the other two. A checkpoint is written into a folder beside it, synced, and renamed: it is there
-whole or not at all. Each incarnation removes only its own.
+the digests of the other two. A checkpoint is written into a folder beside it, synced, and renamed (see
+`consumers/placing.py`): it is there whole or not at all. Each incarnation removes only its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from broker.messages import Verdict
+from consumers import placing
 from headrace.errors import CheckpointError
 from headrace.version import PolicyVersion
 
-FORMAT = 1
+FORMAT = 2
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -39,8 +41,8 @@ class RunPosition:
     """The version that these weights are."""
     cursor: int
     """Number of the next training task."""
-    seen: list[str] = field(default_factory=list)
-    """The window of task ids that were judged already."""
+    seen: dict[str, Verdict] = field(default_factory=dict)
+    """The newest tasks that were judged already, oldest first, with their verdicts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,23 +59,24 @@ class Checkpoints:
 
     def __init__(self, run_folder: Path, incarnation: int, keep: int) -> None:
         self._folder = run_folder / "checkpoints" / str(incarnation)
+        self._incarnation = incarnation
         self._keep = keep
 
-    def save(
+    def prepare(
         self,
         position: RunPosition,
         config: Mapping[str, Any],
         model: Mapping[str, torch.Tensor],
         optimizer: Mapping[str, torch.Tensor],
     ) -> Path:
-        """Write one, then remove the oldest over `keep`. The tensors may not change until it returns.
+        """Write one beside its place, which is returned. The tensors may not change until then.
 
         Raises CheckpointError, with the checkpoints before intact and nothing half-written left behind.
         """
         final = self._folder / f"{position.version.step:08d}"
-        work = self._folder / f".{final.name}.writing"
+        work = placing.beside(final, position.version.incarnation)
         try:
-            shutil.rmtree(work, ignore_errors=True)
+            placing.remove(work)
             work.mkdir(parents=True)
             save_file(_contiguous(model), work / MODEL, metadata={"format": "pt"})
             save_file(_contiguous(optimizer), work / OPTIMIZER)
@@ -88,16 +91,22 @@ class Checkpoints:
             (work / STATE).write_text(json.dumps(state), encoding="utf-8")
             for name in (MODEL, OPTIMIZER, STATE):
                 _sync(work / name)
-            shutil.rmtree(final, ignore_errors=True)
-            work.rename(final)
-            _sync(self._folder)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(work, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {final} cannot be written: {_reason(error)}") from error
-        self._remove_old()
+            placing.remove(work)
+            raise CheckpointError(f"checkpoint {final} cannot be written: {reason_of(error)}") from error
         return final
 
-    def _remove_old(self) -> None:
+    def place(self, final: Path) -> None:
+        """Put a prepared one in its place. Raises CheckpointError."""
+        try:
+            placing.place(placing.beside(final, self._incarnation), final)
+            _sync(self._folder)
+        except OSError as error:
+            placing.remove(placing.beside(final, self._incarnation))
+            raise CheckpointError(f"checkpoint {final} cannot be written: {reason_of(error)}") from error
+
+    def trim(self) -> None:
+        """Remove the oldest over `keep`; not before the broker knows what the newest contains."""
         for folder in sorted(self._folder.glob("[0-9]*"))[: -self._keep]:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -122,10 +131,10 @@ def load(folder: Path) -> Loaded:
         for name, digest in state["digests"].items():
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not what was written; {way_out}")
-        position = RunPosition(PolicyVersion(*state["version"]), int(state["cursor"]), list(state["seen"]))
+        position = RunPosition(PolicyVersion(*state["version"]), int(state["cursor"]), dict(state["seen"]))
         return Loaded(folder, position, state["config"], load_file(folder / MODEL), load_file(folder / OPTIMIZER))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {_reason(error)}; {way_out}") from error
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {reason_of(error)}; {way_out}") from error
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -177,7 +186,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What the operating system says, in lower case, or else the error's first line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ import numpy.typing as npt
 from broker.messages import Group, Trajectory
 from headrace.errors import CheckpointError
 
+BEFORE = "evaluation-before.json"
+"""Kept in the run's folder for a trainer that resumes."""
 MOST_EXAMPLES = 6
 """Completions that are kept with their text."""
 
@@ -47,6 +48,7 @@ class Sheet:
 
     def __init__(self, decode: Decode) -> None:
         self._open: set[str] = set()
+        self._closed: set[str] = set()
         self._decode = decode
         self._rewards: list[float] = []
         self._examples: list[Example] = []
@@ -65,11 +67,14 @@ class Sheet:
         """These tasks will answer."""
         self._open.update(task_ids)
 
-    def add(self, group: Group) -> bool:
-        """Enter a group; False when it is of no task that this evaluation still waits for."""
+    def answers(self, group: Group) -> bool:
+        """Enter a group; False when it is of no task of this evaluation. A second group of a task changes nothing."""
+        if group.task_id in self._closed:
+            return True
         if group.task_id not in self._open:
             return False
         self._open.discard(group.task_id)
+        self._closed.add(group.task_id)
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
         if group.trajectories:
             self._keep(group.index, group.trajectories[0])
@@ -102,19 +107,6 @@ def paired(before: Result | None, after: Result | None) -> list[dict[str, Any]]:
             row[when] = example.completion
             row[f"reward_{when}"] = example.reward
     return [rows[index] for index in sorted(rows)]
-
-
-def save(result: Result, file: Path) -> None:
-    """Keep a result for a trainer that resumes. Raises CheckpointError when it cannot be written."""
-    work = file.with_name(f".{file.name}.writing")
-    try:
-        with work.open("w", encoding="utf-8") as stream:
-            json.dump(asdict(result), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        work.rename(file)
-    except OSError as error:
-        raise CheckpointError(f"evaluation {file} cannot be written: {error.strerror}") from error
 
 
 def load(file: Path) -> Result | None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from consumers import checkpoint
+from consumers import checkpoint, placing
+from consumers.checkpoint import reason_of
 from headrace.errors import CheckpointError
 from headrace.policy.loading import load_model
 
@@ -22,30 +24,45 @@ def export(checkpoint_folder: Path, model_folder: Path, out: Path, dtype: str = 
     Raises CheckpointError when the checkpoint cannot be read or `out` not be written, ModelError for the model.
     """
     loaded = checkpoint.load(checkpoint_folder)
-    return export_tensors(loaded.model, load_model(model_folder, dtype, "cpu"), model_folder, out)
+    check_place(out)
+    work = placing.beside(out, 0)
+    prepare(loaded.model, load_model(model_folder, dtype, "cpu"), model_folder, work)
+    return place(work, out)
 
 
-def export_tensors(tensors: Mapping[str, torch.Tensor], model: Any, model_folder: Path, out: Path) -> Path:
-    """Fill `model` (as `load_model` returns it, in the dtype to write) with `tensors` and save it whole."""
+def check_place(out: Path) -> None:
+    """Raises CheckpointError where `out` is something that an export must not replace."""
+    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is there and holds no model; export into another folder")
+
+
+def prepare(tensors: Mapping[str, torch.Tensor], model: Any, model_folder: Path, work: Path) -> None:
+    """Fill `model` (as `load_model` returns it, in the dtype to write) with `tensors` and save it whole into `work`.
+
+    Raises CheckpointError, with nothing left of it.
+    """
     parameters = dict(model.named_parameters())
     if parameters.keys() != tensors.keys():
         raise CheckpointError(f"the weights to export are not those of the model in {model_folder}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-    work = out.with_name(f".{out.name}.writing")
     try:
-        if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-            raise CheckpointError(f"{out} is there and holds no model; export into another folder")
-        shutil.rmtree(work, ignore_errors=True)
+        placing.remove(work)
         work.mkdir(parents=True)
         model.save_pretrained(work)
         for file in sorted(model_folder.iterdir()):
             if file.is_file() and not file.name.endswith(WEIGHTS) and not (work / file.name).exists():
                 shutil.copyfile(file, work / file.name)
-        shutil.rmtree(out, ignore_errors=True)
-        work.rename(out)
+    except (OSError, SafetensorError) as error:
+        placing.remove(work)
+        raise CheckpointError(f"exported model {work} cannot be written: {reason_of(error)}") from error
+
+
+def place(work: Path, out: Path) -> Path:
+    """Raises CheckpointError."""
+    try:
+        placing.place(work, out)
     except OSError as error:
-        shutil.rmtree(work, ignore_errors=True)
-        raise CheckpointError(f"exported model {out} cannot be written: {error.strerror or error}") from error
+        raise CheckpointError(f"exported model {out} cannot be written: {reason_of(error)}") from error
     return out

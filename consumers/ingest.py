@@ -1,10 +1,10 @@
-"""Ingest: what becomes of a group that arrives. Pure; the loop settles what is judged here."""
+"""Ingest: what becomes of a group that arrives. Pure; the intake settles what is judged here."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from broker.messages import Group, GroupDelivery, StepEntry, Verdict
 
@@ -13,39 +13,47 @@ MAX_REASON = 200
 
 
 class SeenTasks:
-    """The last `capacity` train tasks that were judged or wait for a batch: a second group of one is a duplicate.
+    """Which train tasks had a group here: those whose group is held, and the verdicts of the last `capacity` others.
 
-    The broker refuses attempts that are no longer pending, so a duplicate is at most as late as a task can be
-    outstanding; a capacity of several times the admission slots covers that.
+    The broker hands out one group per task, but a Redis that lost its newest writes has forgotten which of them were
+    settled. A second group of a task is then as late as those writes were, while a capacity of several times what is
+    outstanding or unsettled reaches back much further. What is held is bounded by admission and by `retain_bytes`.
     """
 
-    def __init__(self, capacity: int, task_ids: Iterable[str] = ()) -> None:
+    def __init__(self, capacity: int, judged: Mapping[str, Verdict] | None = None) -> None:
         self.capacity = capacity
-        self._ids: OrderedDict[str, None] = OrderedDict()
-        for task_id in task_ids:
-            self.add(task_id)
+        self._held: set[str] = set()
+        self._judged: OrderedDict[str, Verdict] = OrderedDict()
+        for task_id, verdict in (judged or {}).items():
+            self.judge(task_id, verdict)
 
     def __contains__(self, task_id: str) -> bool:
-        return task_id in self._ids
+        return task_id in self._held or task_id in self._judged
 
-    def add(self, task_id: str) -> None:
-        self._ids[task_id] = None
-        if len(self._ids) > self.capacity:
-            self._ids.popitem(last=False)
+    def holds(self, task_id: str) -> bool:
+        """Its group waits for a batch, or is in one that no durable checkpoint contains."""
+        return task_id in self._held
 
-    def ids(self) -> list[str]:
-        """Oldest first: what a checkpoint keeps."""
-        return list(self._ids)
+    def verdict(self, task_id: str) -> Verdict | None:
+        return self._judged.get(task_id)
+
+    def hold(self, task_id: str) -> None:
+        self._held.add(task_id)
+
+    def judge(self, task_id: str, verdict: Verdict) -> None:
+        """A task has its one verdict, and keeps it."""
+        self._held.discard(task_id)
+        self._judged.setdefault(task_id, verdict)
+        if len(self._judged) > self.capacity:
+            self._judged.popitem(last=False)
+
+    def with_trained(self, task_ids: Iterable[str]) -> dict[str, Verdict]:
+        """The verdicts, oldest first, once these are trained: what a checkpoint keeps that contains their steps."""
+        return {**self._judged, **dict.fromkeys(task_ids, "trained")}
 
 
-def judge(group: Group, seen: SeenTasks) -> tuple[Verdict, str] | None:
-    """The verdict and its reason for a train group that no batch will use; None for one that may be used.
-
-    Remembers the task either way.
-    """
-    if group.task_id in seen:
-        return "superseded", "a group of this task was here before"
-    seen.add(group.task_id)
+def judge(group: Group) -> tuple[Verdict, str] | None:
+    """The verdict and its reason for a train group that no batch will use; None for one that may be used."""
     if group.outcome != "played":
         return group.outcome, group.error[:MAX_REASON]
     if not group.trajectories:

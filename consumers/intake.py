@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from broker.api import Fence, TrainerPort
-from broker.messages import GroupDelivery, StepEntry
-from consumers.batch import Batch, Batcher
-from consumers.books import Books
+from broker.messages import GroupDelivery, StepEntry, Verdict
+from consumers.asking import Admitter
+from consumers.batch import Batch
+from consumers.claim import Claim
 from consumers.evaluation import Sheet
 from consumers.ingest import SeenTasks, entry, judge
 from consumers.progress import Progress
@@ -22,21 +23,13 @@ HOPELESS = 10
 class Intake:
     """What has arrived and is in no batch yet. Its size is bounded by admission."""
 
-    def __init__(
-        self,
-        port: TrainerPort,
-        fence: Fence,
-        books: Books,
-        progress: Progress,
-        batcher: Batcher,
-        seen: SeenTasks,
-        slots: int,
-    ) -> None:
-        self._port = port
-        self._fence = fence
-        self._books = books
+    def __init__(self, claim: Claim, admitter: Admitter, progress: Progress, seen: SeenTasks, slots: int) -> None:
+        self._port = claim.port
+        self._fence = claim.fence
+        self._books = claim.books
+        self._admitter = admitter
         self._progress = progress
-        self._batcher = batcher
+        self._batcher = claim.books.batcher
         self._seen = seen
         self._most_failures = HOPELESS * slots
         self._failures = 0
@@ -57,46 +50,71 @@ class Intake:
 
     async def receive(self, delivery: GroupDelivery) -> None:
         """Raises ServiceError when nothing but failures has come for long."""
-        if delivery.group.kind == "eval":
+        group = delivery.group
+        if group.kind == "eval":
             await self._receive_evaluation(delivery)
             return
-        judged = judge(delivery.group, self._seen)
-        if judged is None:
-            self._failures = 0
-            self._batcher.add(delivery)
-            self.arrived.set()
+        if self._seen.holds(group.task_id):
+            # Redis lost the first one, which is still here: settling that closes the task, whatever entry it has.
+            self._progress.event("second_group", task=group.task_id, verdict="held")
             return
-        await self._reject([entry(delivery, *judged)])
-        self._failures += judged[0] in ("failed", "dead")
-        if self._failures >= self._most_failures:
-            raise ServiceError(f"the last {self._failures} groups all failed; the newest: {judged[1]}")
+        if before := self._seen.verdict(group.task_id):
+            self._progress.event("second_group", task=group.task_id, verdict=before)
+            await self.settle([entry(delivery, before)])
+            return
+        judged = judge(group)
+        if judged is not None:
+            await self._reject([(delivery, *judged)])
+            self._count_failures(judged)
+            return
+        self._failures = 0
+        self._books.largest = max(self._books.largest, delivery.nbytes)
+        self._seen.hold(group.task_id)
+        self._batcher.add(delivery)
+        self.arrived.set()
 
     async def form(self) -> Batch | None:
         """The next batch, when its groups are here; what has become stale is settled first."""
         books = self._books
-        await self._reject(self._batcher.drop_stale(books.formed, books.first))
-        batch = self._batcher.form(books.formed, books.first)
+        # Until none is left: others may arrive while these are settled.
+        while stale := self._batcher.drop_stale(books.formed, books.history):
+            await self._reject([(delivery, "stale", reason) for delivery, reason in stale])
+        batch = self._batcher.form(books.formed, books.history, books.incarnation)
         if batch is not None:
             books.took(batch)
         return batch
 
+    async def settle(self, entries: Sequence[StepEntry]) -> None:
+        """Settle groups that no batch will use, this time or already once; stale prompts are asked again before."""
+        await self._admitter.again(item.task_id for item in entries if item.verdict == "stale")
+        for item in entries:
+            self._seen.judge(item.task_id, item.verdict)
+        await self._port.settle(self._fence, list(entries))
+        self._books.slots.set()
+
     def remember(self, batch: Batch) -> None:
         """The groups of a batch that an earlier trainer formed: a second one of theirs is a duplicate."""
         for delivery in batch.deliveries:
-            self._seen.add(delivery.group.task_id)
+            self._books.largest = max(self._books.largest, delivery.nbytes)
+            self._seen.hold(delivery.group.task_id)
 
     async def _receive_evaluation(self, delivery: GroupDelivery) -> None:
-        known = self.sheet is not None and self.sheet.add(delivery.group)
+        known = self.sheet is not None and self.sheet.answers(delivery.group)
         verdict = entry(delivery, "evaluated") if known else entry(delivery, "superseded", "an earlier trainer asked")
         await self._port.settle(self._fence, [verdict])
         self.arrived.set()
 
-    async def _reject(self, verdicts: list[StepEntry]) -> None:
+    async def _reject(self, rejected: Sequence[tuple[GroupDelivery, Verdict, str]]) -> None:
         """Groups that no batch will use: noted in the next step record, settled now, their slots free."""
-        if not verdicts:
+        if not rejected:
             return
-        for verdict in verdicts:
-            self._batcher.note(verdict)
-            self._progress.event(verdict.verdict, task=verdict.task_id, reason=verdict.reason)
-        await self._port.settle(self._fence, verdicts)
-        self._books.slots.set()
+        entries = [entry(delivery, verdict, reason) for delivery, verdict, reason in rejected]
+        for item, (delivery, _, _) in zip(entries, rejected, strict=True):
+            self._batcher.note(item)
+            self._progress.dropped(delivery.group, item)
+        await self.settle(entries)
+
+    def _count_failures(self, judged: tuple[Verdict, str]) -> None:
+        self._failures += judged[0] in ("failed", "dead")
+        if self._failures >= self._most_failures:
+            raise ServiceError(f"the last {self._failures} groups all failed; the newest: {judged[1]}")

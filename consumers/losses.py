@@ -41,6 +41,7 @@ class Denominators:
     """Numbers of the whole batch, however it is split."""
 
     rollouts: int
+    """Those with a token in the loss."""
     tokens: int
     """Loss tokens of all rollouts."""
     max_tokens: int

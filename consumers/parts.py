@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from broker.api import Fence, RunRecord
+from broker.api import Fence, RunRecord, RunState
 from broker.connect import Run
 from consumers import checkpoint
 from consumers.admission import Window
@@ -18,6 +19,9 @@ from consumers.checkpoint import Checkpoints, Loaded
 from consumers.curriculum import Curriculum, Source, held_out_of, sources_of
 from consumers.evaluation import Decode
 from consumers.ingest import SeenTasks
+from consumers.lag import Staleness
+from consumers.placing import sweep
+from consumers.retention import MOST_STEPS
 from consumers.trainer import Trainer
 from headrace.config import Config
 from headrace.config_sources import stored
@@ -49,10 +53,15 @@ class Parts:
     window: Window
     curriculum: Curriculum
     held_out: Source
-    trained: SeenTasks
-    """Tasks that the newest checkpoint contains."""
+    seen: SeenTasks
+    """The verdicts that the newest checkpoint contains."""
+    staleness: Staleness
     decode: Decode
     lane: Lane
+    cursor: int
+    """Number of the next training prompt."""
+    made: int
+    """The newest step that any trainer of this run has made."""
 
     @property
     def base_step(self) -> int:
@@ -60,24 +69,44 @@ class Parts:
         return self.loaded.position.version.step if self.loaded else 0
 
 
-async def take_run(port: Run, resume: bool) -> tuple[RunRecord, Fence, tuple[PolicyVersion, Path] | None]:
-    """Become the run's trainer before anything is read: its record, the fence, and the newest checkpoint's place.
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A run that this trainer has taken."""
+
+    record: RunRecord
+    fence: Fence
+    state: RunState
+    """As the trainer before left it."""
+    newest: tuple[PolicyVersion, Path] | None
+    """The newest checkpoint, where there is one."""
+
+
+async def take_run(port: Run, resume: bool) -> Taken:
+    """Become the run's trainer before anything is read, so that an earlier one can change nothing of it any more.
 
     Raises Refused for a run that is not there, ServiceError for one that another trainer began and `resume` is not set.
     """
     record = await port.record()
-    found = checkpoint.newest(Path(record.folder))
-    begun = (await port.state()).incarnation
-    if not resume and (found or begun):
+    folder = Path(record.folder)
+    found, state = checkpoint.newest(folder), await port.state()
+    if not resume and (found or state.incarnation):
         raise ServiceError(f"run {record.run_id} has been trained before; --resume goes on with it")
-    return record, await port.take_fence(found[0].incarnation if found else 0), found
+    fence = await port.take_fence(found[0].incarnation if found else 0)
+    await asyncio.to_thread(_sweep, folder, fence.incarnation)
+    # Read again: what was there before the fence may have been followed by another one.
+    return Taken(record, fence, await port.state(), checkpoint.newest(folder))
 
 
-def build(record: RunRecord, fence: Fence, found: tuple[PolicyVersion, Path] | None, lane: Lane) -> Parts:
+def _sweep(folder: Path, incarnation: int) -> None:
+    sweep((folder, *folder.glob("checkpoints/*/")), incarnation)
+
+
+def build(taken: Taken, lane: Lane) -> Parts:
     """Load the model, and the checkpoint where there is one. Blocks for seconds.
 
     Raises ModelError, ConfigError, CheckpointError, Refused when the model is not the run's.
     """
+    record, fence, found = taken.record, taken.fence, taken.newest
     config = stored(record.config)
     keep_freed_memory()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -107,9 +136,12 @@ def build(record: RunRecord, fence: Fence, found: tuple[PolicyVersion, Path] | N
         window=window,
         curriculum=Curriculum(config.run.seed, sources_of(config, record.dataset_sizes)),
         held_out=held_out_of(config, record.dataset_sizes),
-        trained=SeenTasks(seen_capacity(config, window), loaded.position.seen if loaded else ()),
+        seen=SeenTasks(seen_capacity(config, window), loaded.position.seen if loaded else None),
+        staleness=Staleness(config.staleness.max_lag, config.staleness.stale == "mask"),
         decode=lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
         lane=lane,
+        cursor=max(taken.state.cursor, loaded.position.cursor if loaded else 0),
+        made=taken.state.step,
     )
 
 
@@ -122,7 +154,8 @@ def device_of(wanted: str) -> str:
 
 def seen_capacity(config: Config, window: Window) -> int:
     """Task ids to remember: all that can be outstanding or lie between two checkpoints, four times over."""
-    return 4 * (window.slots + (config.checkpoint.every + 1) * config.trainer.groups_per_step) + 1024
+    steps = min(config.checkpoint.every, MOST_STEPS) + 1
+    return 4 * (window.slots + steps * config.trainer.groups_per_step) + 1024
 
 
 def _check_digests(folder: Path, record: RunRecord) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from broker.api import Balance, Peer
+from broker.messages import Group, StepEntry
 from consumers.batch import Batch
 from consumers.evaluation import Result, paired
 from consumers.lag import histogram
+from consumers.lines import Lines
+from consumers.tally import Tally
 from consumers.trainer import StepResult
-from headrace.files import write_json
-from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane, idle_fraction
 
@@ -27,13 +28,15 @@ Phases = dict[str, float]
 class Progress:
     """Lane, metrics and journals of the trainer."""
 
-    def __init__(self, folder: Path, lane: Lane, metrics: Metrics) -> None:
-        """Raises ServiceError when the folder cannot be written."""
-        self._steps = Journal(folder / "steps.jsonl")
-        self._events = Journal(folder / "trainer.jsonl")
+    def __init__(
+        self, folder: Path, lane: Lane, metrics: Metrics, incarnation: int, environments: Collection[str]
+    ) -> None:
+        """Takes the journals over from earlier trainers. Raises ServiceError when the folder cannot be written."""
+        self._steps = Lines(folder / "steps.jsonl", incarnation)
+        self._events = Lines(folder / "trainer.jsonl", incarnation)
         self._newest = int(self._steps.last.get("step", 0))
         """The step of the last line, perhaps an earlier trainer's."""
-        self._summary = folder / "summary.json"
+        self._tally = Tally(metrics, environments)
         self._lane = lane
         self._metrics = metrics
         self._started = self._at = time.perf_counter()
@@ -42,6 +45,7 @@ class Progress:
         self._last: tuple[Phases, dict[str, Phases]] | None = None
         self._said = [0.0, 0.0]
         """Seconds of steps, and of them what producers said they were idle."""
+        self._standing: dict[str, Any] = {}
         self.figures: dict[str, Any] = {"idle": 0.0, "tokens_per_s": 0.0}
         """Of the last step, for the heartbeat."""
         metrics.watch(lane)
@@ -50,6 +54,39 @@ class Progress:
         """One line in the trainer's journal, and a counter of its kind."""
         self._events.write(event, **fields)
         self._metrics.count("trainer_events", help="Events by kind", kind=event)
+
+    @property
+    def trouble(self) -> str:
+        """Why lines wait to be written; empty while none does."""
+        return self._steps.trouble or self._events.trouble
+
+    def flush(self) -> None:
+        """Write the lines that wait, where there is room by now."""
+        self._steps.flush()
+        self._events.flush()
+
+    def dropped(self, group: Group, entry: StepEntry) -> None:
+        """A group that no step will use."""
+        self._tally.count(group, entry.verdict)
+        self.event(entry.verdict, task=entry.task_id, reason=entry.reason)
+
+    def standing(self, retained_bytes: int, mended: int, lost: int, peers: Iterable[Peer]) -> None:
+        """What the run holds and misses now, for the metrics and the next line."""
+        producers = [peer.alive for peer in peers if peer.role == "producer"]
+        self._standing = {
+            "retained_bytes": retained_bytes,
+            "mended": mended,
+            "lost": lost,
+            "producers": {"alive": sum(producers), "missing": len(producers) - sum(producers)},
+        }
+        for name, value, help_ in (
+            ("trainer_retained_bytes", retained_bytes, "Groups that no checkpoint contains"),
+            ("trainer_mended", mended, "How often Redis came back and was made whole"),
+            ("trainer_lost", lost, "Tasks that Redis lost"),
+            ("trainer_producers", sum(producers), "Producers that live"),
+            ("trainer_producers_missing", len(producers) - sum(producers), "Producers that fell silent"),
+        ):
+            self._metrics.gauge(name, value, help=help_)
 
     @property
     def cold(self) -> bool:
@@ -62,6 +99,8 @@ class Progress:
 
     def step(self, batch: Batch, result: StepResult, peers: list[Peer]) -> None:
         """One line and the metrics of a step that was made and published."""
+        for delivery in batch.deliveries:
+            self._tally.count(delivery.group, "trained")
         now, seconds = time.perf_counter(), self._lane.seconds()
         wall, idle = now - self._at, idle_fraction(seconds, self._seconds)
         self._at, self._seconds = now, seconds
@@ -85,6 +124,7 @@ class Progress:
             grad_norm=round(result.grad_norm, 4),
             lag=round(sum(batch.lags) / len(batch.lags), 2),
             lag_histogram=histogram(batch.lags),
+            masked_tokens=batch.masked,
             rollouts=result.rollouts,
             without_advantage=result.without_advantage,
             mismatch=round(result.mismatch, 4),
@@ -96,6 +136,8 @@ class Progress:
             loss_tokens=result.loss_tokens,
             idle_wait=idle_wait,
             seconds=round(wall, 3),
+            kept_and_dropped=self._tally.take(),
+            **self._standing,
         )
         self._measure(batch, result, wall)
 
@@ -105,22 +147,22 @@ class Progress:
         if batch.version.step > self._newest:
             self.step(batch, result, peers)
 
-    def summarize(
+    def summary(
         self,
         before: Result | None,
         after: Result | None,
         balance: Iterable[Balance],
         steps: int,
         exported: Path,
-    ) -> None:
-        """Write `summary.json`. Idle waits are from the first batch to the last step. Raises ServiceError."""
+    ) -> dict[str, Any]:
+        """What `summary.json` says. Idle waits are from the first batch to the last step."""
         trainer, producers = self._since_warm()
         seconds = {"trainer": trainer} | ({"producers": producers} if producers else {})
         idle_wait = {stage: round(idle_fraction(phases), 4) for stage, phases in seconds.items()}
         if self._said[0]:
             # Engines without a lane say only how idle they were lately.
             idle_wait.setdefault("producers", round(self._said[1] / self._said[0], 4))
-        summary = {
+        return {
             "accuracy_before": before.accuracy if before else None,
             "accuracy_after": after.accuracy if after else None,
             "evaluation_samples": after.samples if after else 0,
@@ -143,7 +185,6 @@ class Progress:
             "examples": paired(before, after),
             "export": str(exported),
         }
-        write_json(self._summary, summary)
 
     def close(self) -> None:
         self._steps.close()
@@ -176,6 +217,7 @@ class Progress:
         metrics.count("trainer_rollouts", result.rollouts, help="Rollouts that were consumed")
         metrics.count("trainer_rollouts_without_advantage", result.without_advantage)
         metrics.count("trainer_tokens", result.tokens, help="Tokens of consumed rollouts")
+        metrics.count("trainer_masked_tokens", batch.masked, help="Tokens that were too old to be trained on")
         metrics.count("trainer_packed_tokens", result.packed_tokens, help="Tokens that were computed")
         metrics.observe("trainer_step_seconds", wall, buckets=SECONDS, help="Seconds from one step to the next")
         for lag in batch.lags:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from broker.messages import GroupDelivery, StepEntry, StepRecord
-from consumers.batch import Batch
+from consumers.batch import Batch, batch_of
 from consumers.ingest import SeenTasks, entry
-from consumers.lag import group_lag
-from headrace.version import PolicyVersion
-
-_BEGINNING = PolicyVersion(0, 0)
-"""The steps of the log are one history: none of their tokens is of one that was given up."""
+from consumers.lag import History, Staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +26,20 @@ class Replay:
 
 
 def plan_replay(
-    records: Sequence[StepRecord], deliveries: Sequence[GroupDelivery], step: int, trained: SeenTasks
+    records: Sequence[StepRecord],
+    deliveries: Sequence[GroupDelivery],
+    step: int,
+    seen: SeenTasks,
+    rule: Staleness,
+    history: History,
 ) -> Replay:
-    """`records` are those after the checkpoint's `step`; `trained` are the tasks that the checkpoint contains.
+    """`records` are those after the checkpoint's `step`; `seen` has the verdicts that the checkpoint contains.
 
-    A step is made again when it follows the one before and all its groups are still there.
+    A step is made again when it follows the one before and all its groups are still there. Which of its tokens were
+    too old is judged as the incarnation did that made it.
     """
-    judged = {item.entry_id: item for record in records for item in record.entries if item.verdict != "trained"}
-    settled = [judged[d.entry_id] for d in deliveries if d.entry_id in judged]
-    settled += [entry(d, "trained") for d in deliveries if d.group.task_id in trained and d.entry_id not in judged]
+    logged = {item.entry_id: item for record in records for item in record.entries if item.verdict != "trained"}
+    settled = [judged for d in deliveries if (judged := _judged(d, logged, seen))]
     done = {item.entry_id for item in settled}
     there = {d.entry_id: d for d in deliveries if d.entry_id not in done}
     batches: list[Batch] = []
@@ -52,8 +53,15 @@ def plan_replay(
             fork = f"step {step + 1} lacks {missing} of its {len(wanted)} groups"
         if fork:
             break
-        groups = tuple(there.pop(entry_id) for entry_id in wanted)
-        lags = tuple(group_lag(delivery.group, step, _BEGINNING) for delivery in groups)
-        batches.append(Batch(record.version, groups, lags, ()))
+        groups = [there.pop(entry_id) for entry_id in wanted]
+        batches.append(batch_of(record.version, groups, rule, history.until(record.version.incarnation)))
         step += 1
     return Replay(tuple(batches), tuple(settled), tuple(there.values()), fork)
+
+
+def _judged(delivery: GroupDelivery, logged: dict[str, StepEntry], seen: SeenTasks) -> StepEntry | None:
+    """The verdict that an earlier trainer gave, where it did."""
+    if delivery.entry_id in logged:
+        return replace(logged[delivery.entry_id], task_id=delivery.group.task_id)
+    verdict = seen.verdict(delivery.group.task_id)
+    return entry(delivery, verdict) if verdict else None

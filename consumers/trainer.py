@@ -92,7 +92,7 @@ class Trainer:
         trained = [[sample for sample in group if sample.advantage != 0.0] for group in samples]
         rows = pack(trained, self._config.token_budget)
         denominators = Denominators(
-            rollouts=len(everything),
+            rollouts=sum(bool(sample.trajectory.loss_mask_T.any()) for sample in everything),
             tokens=sum(int(sample.trajectory.loss_mask_T.sum()) for sample in everything),
             max_tokens=self._max_tokens,
         )

@@ -1,31 +1,145 @@
-"""What tests do in a trainer's place."""
+"""What the tests of whole trainers share: the other side of one, and a run with what is started in it."""
 
 from __future__ import annotations
 
-from broker.api import Fence, Peer
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
 from broker.connect import Run
+from broker.messages import Group, TaskDelivery, Trajectory, VersionSpan
+from headrace.config import BrokerConfig, Config
 from headrace.version import PolicyVersion
-from tests.support import make_task
+from tests.support import wait_until as wait_until_within
+
+PATIENCE_S = 100.0
+"""A trainer imports torch and transformers first, on a machine that other tests share."""
+BROKER = BrokerConfig(stream_block_ms=200, connect_timeout_s=5.0)
 
 
-async def reign(run: Run, newest_checkpoint: int = 0) -> Fence:
-    """The fence, once the versions are published that rollouts of `tests.support` were sampled from."""
-    fence = await run.take_fence(newest_checkpoint)
-    for step in (4, 5):
-        await run.publish_head(fence, PolicyVersion(1, step), b"")
-    return fence
+def config(tiny_model: Path, **sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"steps": 6},
+        "model": {"path": str(tiny_model)},
+        "sampling": {"max_new_tokens": 8},
+        "trainer": {"groups_per_step": 2, "group_size": 3, "autocast": "off", "learning_rate": 1e-3},
+        "staleness": {"max_lag": 2},
+        "producer": {"slots": 8},
+        "checkpoint": {"every": 2},
+        "evaluation": {"prompts": 3, "samples_per_prompt": 4},
+        "broker": BROKER.model_dump(),
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree[name], **values}
+    return Config.model_validate(tree)
 
 
-async def begun(run: Run, *names: str) -> Fence:
-    """A reign with these tasks admitted, and a producer p0 that lives."""
-    fence = await reign(run)
-    await run.admit(fence, [make_task(name) for name in names])
-    await run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
-    return fence
+Begin = Callable[..., Any]
 
 
-async def closed(run: Run) -> tuple[int, int, dict[str, int]]:
-    """Admitted, outstanding and verdicts of the training tasks, once it is seen that the sheet closes."""
-    (balance,) = await run.balance()
-    assert balance.closed, balance
-    return balance.admitted, balance.outstanding, balance.verdicts
+class Player:
+    """Answers tasks as a producer would: on the newest version, once that is new enough. Tokens depend on the task."""
+
+    def __init__(self, port: Run) -> None:
+        self.port = port
+        self.answered: list[TaskDelivery] = []
+        self.failing = False
+        self.completion = 6
+        """Tokens that each rollout samples."""
+        self.reward: float | None = None
+        """Of every rollout; then none has an advantage, and steps cost nothing. None depends on the tokens."""
+        self.paused = False
+        self.ended = asyncio.Event()
+
+    async def play(self) -> None:
+        while not self.ended.is_set():
+            if self.paused:
+                await asyncio.sleep(0.01)
+                continue
+            for delivery in await self.port.take("player", 2, 100):
+                await self._answer(delivery)
+
+    async def _answer(self, delivery: TaskDelivery) -> None:
+        version: PolicyVersion | None = None
+        while version is None or version < delivery.task.min_version:
+            if self.ended.is_set():
+                return
+            version = await self.port.wait_head(version, 100)
+        group = self.group(delivery, version)
+        assert await self.port.publish("player", delivery, group) == "published"
+        self.answered.append(delivery)
+
+    def group(self, delivery: TaskDelivery, version: PolicyVersion) -> Group:
+        task = delivery.task
+        common = {
+            "task_id": task.task_id,
+            "attempt": delivery.attempt,
+            "kind": task.kind,
+            "environment": task.environment,
+            "index": task.index,
+            "producer": "player",
+        }
+        if self.failing:
+            return Group(**common, trajectories=(), outcome="failed", error="reward raised ValueError: no")
+        members = tuple(
+            self._trajectory(np.random.default_rng([task.seed, i]), version) for i in range(task.group_size)
+        )
+        return Group(**common, trajectories=members)
+
+    def _trajectory(self, rng: np.random.Generator, version: PolicyVersion) -> Trajectory:
+        size = 4 + self.completion
+        tokens = rng.integers(0, 64, size).astype(np.int32)
+        tokens[:4] = 7
+        mask = np.arange(size) >= 4
+        logprobs = np.where(mask, -5.55, 0).astype(np.float32)
+        reward = float(tokens[-1] % 2) if self.reward is None else self.reward
+        return Trajectory(tokens, logprobs, mask, (VersionSpan(4, size, version),), reward, "stop")
+
+
+class Trainers:
+    """Starts trainer processes of one run; all are gone at the end."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        self.environment = {**os.environ, "HEADRACE_REDIS_URL": url, "HEADRACE_RUN": run_id, "OMP_NUM_THREADS": "1"}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *options: str, **more: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "consumers", *options]
+        self.started.append(subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True, **more))
+        return self.started[-1]
+
+    async def end(self, process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> str:
+        """Wait for its end; returns what it wrote to stderr."""
+        return (await asyncio.to_thread(process.communicate, timeout=seconds))[1]
+
+
+async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], what: str) -> None:
+    await wait_until_within(predicate, what, PATIENCE_S)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "steps.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "trainer.jsonl").read_text().splitlines()]
+
+
+async def trouble(port: Run) -> dict[str, Any]:
+    """What the trainer says that it waits for, as soon as it says something."""
+    found: list[dict[str, Any]] = []
+
+    async def said() -> bool:
+        found[:] = [trouble for peer in await port.peers() for trouble in peer.state.get("troubles", ())]
+        return bool(found)
+
+    await wait_until(said, "the trainer says what keeps it")
+    return found[0]

@@ -78,6 +78,7 @@ class Publisher:
         self._arena = arena or Arena()
         self._stats = PublisherStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._newest: Manifest | None = None
         self._closing = threading.Event()
         self._one = asyncio.Lock()
         self._arena.sweep(spare=run_id)
@@ -115,6 +116,12 @@ class Publisher:
                 publish_s=stats.publish_s + time.perf_counter() - start,
             )
             return True
+
+    async def announce_again(self) -> None:
+        """Say once more what the newest published version is: Redis may have lost it. Raises Fenced."""
+        async with self._one:
+            if self._newest is not None:
+                await self._port.publish_head(self._fence, self._newest.version, encode(self._newest))
 
     async def close(self) -> None:
         """Unlink all segments of this incarnation. Idempotent; readers keep what they have mapped."""
@@ -189,6 +196,7 @@ class Publisher:
         except Fenced:
             segment.discard()
             raise
+        self._newest = manifest
 
 
 def _copy(tensor: torch.Tensor, spec: TensorSpec, data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:

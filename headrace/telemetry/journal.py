@@ -32,14 +32,16 @@ class Journal:
             raise ServiceError(f"journal {file} cannot be written: {error.strerror}") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one line. Raises ServiceError on a full disk."""
+        """Append one line, whole or not at all. Raises ServiceError on a full disk."""
         known = {name: None if _not_finite(value) else value for name, value in fields.items()}
         left = json.dumps({"time": round(time.time(), 3), "event": event, **known}).encode() + b"\n"
+        size = os.fstat(self._stream.fileno()).st_size
         try:
             # The last bytes of a disk take a part of a line without an error; the rest then says that it is full.
             while left:
                 left = left[self._stream.write(left) :]
         except OSError as error:
+            self._stream.truncate(size)
             raise ServiceError(f"journal {self._stream.name} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:

@@ -2,192 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from broker.api import Hello, RunRecord
-from broker.connect import Run, connect_run, connect_runs
-from broker.messages import SCHEMA, Group, TaskDelivery, Trajectory, VersionSpan
-from headrace.config import BrokerConfig, Config
-from headrace.errors import CheckpointError, Fenced, Refused, ServiceError, WeightError
-from headrace.policy.loading import model_digests
-from headrace.version import PolicyVersion
-from tests.support import wait_until as wait_until_within
-from tests.tiny import VOCABULARY
+from broker.connect import connect_runs
+from headrace.errors import Fenced, Refused, ServiceError, WeightError
+from tests.trainers import BROKER, Begin, Trainers, events, lines, wait_until
 
-PATIENCE_S = 100.0
-"""A trainer imports torch and transformers first, on a machine that other tests share."""
 pytestmark = pytest.mark.timeout(240)
-BROKER = BrokerConfig(stream_block_ms=200, connect_timeout_s=5.0)
-
-
-def config(tiny_model: Path, **sections: dict[str, Any]) -> Config:
-    tree: dict[str, Any] = {
-        "run": {"steps": 6},
-        "model": {"path": str(tiny_model)},
-        "sampling": {"max_new_tokens": 8},
-        "trainer": {"groups_per_step": 2, "group_size": 3, "autocast": "off", "learning_rate": 1e-3},
-        "staleness": {"max_lag": 2},
-        "producer": {"slots": 8},
-        "checkpoint": {"every": 2},
-        "evaluation": {"prompts": 3, "samples_per_prompt": 4},
-        "broker": BROKER.model_dump(),
-    }
-    for name, values in sections.items():
-        tree[name] = {**tree[name], **values}
-    return Config.model_validate(tree)
-
-
-class Player:
-    """Answers tasks as a producer would: on the newest version, once that is new enough. Tokens depend on the task."""
-
-    def __init__(self, port: Run) -> None:
-        self.port = port
-        self.answered: list[TaskDelivery] = []
-        self.failing = False
-        self.paused = False
-        self.ended = asyncio.Event()
-
-    async def play(self) -> None:
-        while not self.ended.is_set():
-            if self.paused:
-                await asyncio.sleep(0.01)
-                continue
-            for delivery in await self.port.take("player", 2, 100):
-                await self._answer(delivery)
-
-    async def _answer(self, delivery: TaskDelivery) -> None:
-        version: PolicyVersion | None = None
-        while version is None or version < delivery.task.min_version:
-            if self.ended.is_set():
-                return
-            version = await self.port.wait_head(version, 100)
-        group = self.group(delivery, version)
-        assert await self.port.publish("player", delivery, group) == "published"
-        self.answered.append(delivery)
-
-    def group(self, delivery: TaskDelivery, version: PolicyVersion) -> Group:
-        task = delivery.task
-        common = {
-            "task_id": task.task_id,
-            "attempt": delivery.attempt,
-            "kind": task.kind,
-            "environment": task.environment,
-            "index": task.index,
-            "producer": "player",
-        }
-        if self.failing:
-            return Group(**common, trajectories=(), outcome="failed", error="reward raised ValueError: no")
-        members = tuple(
-            self._trajectory(np.random.default_rng([task.seed, i]), version) for i in range(task.group_size)
-        )
-        return Group(**common, trajectories=members)
-
-    def _trajectory(self, rng: np.random.Generator, version: PolicyVersion) -> Trajectory:
-        tokens = rng.integers(0, 64, 10).astype(np.int32)
-        tokens[:4] = 7
-        mask = np.arange(10) >= 4
-        logprobs = np.where(mask, -5.55, 0).astype(np.float32)
-        reward = float(tokens[-1] % 2)
-        return Trajectory(tokens, logprobs, mask, (VersionSpan(4, 10, version),), reward, "stop")
-
-
-class Trainers:
-    """Starts trainer processes of one run; all are gone at the end."""
-
-    def __init__(self, url: str, run_id: str) -> None:
-        self.environment = {**os.environ, "HEADRACE_REDIS_URL": url, "HEADRACE_RUN": run_id, "OMP_NUM_THREADS": "1"}
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *options: str, **more: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "consumers", *options]
-        self.started.append(subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True, **more))
-        return self.started[-1]
-
-    async def end(self, process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> str:
-        """Wait for its end; returns what it wrote to stderr."""
-        return (await asyncio.to_thread(process.communicate, timeout=seconds))[1]
-
-
-@pytest.fixture
-def trainers(redis_url: str, run_id: str) -> Iterator[Trainers]:
-    made = Trainers(redis_url, run_id)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.wait(20)
-        assert process.stderr is not None
-        process.stderr.close()
-
-
-async def wait_until(predicate: Callable[[], bool], what: str) -> None:
-    await wait_until_within(predicate, what, PATIENCE_S)
-
-
-Begin = Callable[..., Any]
-
-
-@pytest.fixture
-async def begin(
-    redis_url: str, run_id: str, tiny_model: Path, tmp_path: Path, no_key_left: None
-) -> AsyncIterator[Begin]:
-    """Creates the run and a player: `port, player, folder = await begin(trainer={…})`."""
-    runs = connect_runs(redis_url, BROKER)
-    ports: list[Run] = []
-    players: list[tuple[Player, asyncio.Task[None]]] = []
-
-    async def make(**sections: dict[str, Any]) -> tuple[Run, Player, Path]:
-        record = RunRecord(
-            run_id,
-            SCHEMA,
-            config(tiny_model, **sections).model_dump(mode="json"),
-            model_digests(tiny_model),
-            VOCABULARY,
-            int(time.time() * 1000),
-            str(tmp_path / "run"),
-            {"train/arithmetic": 50, "eval/arithmetic": 5},
-        )
-        (tmp_path / "run").mkdir()
-        await runs.create(record)
-        ports.extend(connect_run(redis_url, run_id, BROKER) for _ in range(2))
-        player = Player(ports[1])
-        await player.port.join(Hello("player", SCHEMA, record.digests, "here", os.getpid()))
-        players.append((player, asyncio.create_task(player.play())))
-        return ports[0], player, tmp_path / "run"
-
-    yield make
-    for player, task in players:
-        player.ended.set()
-        await task
-    for port in ports:
-        await port.close()
-    await runs.delete(run_id)
-    await runs.close()
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "steps.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "trainer.jsonl").read_text().splitlines()]
 
 
 async def test_a_run_from_its_first_version_to_its_summary(begin: Begin, trainers: Trainers) -> None:
@@ -318,23 +147,6 @@ async def test_failed_groups_do_not_stop_the_run_until_nothing_else_comes(begin:
     sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
     assert sheet.closed
     assert sheet.reasons["failed: reward raised ValueError: no"] == sheet.verdicts["failed"]
-
-
-async def test_a_checkpoint_without_room_is_tried_again_and_the_last_one_is_a_sentence(
-    begin: Begin, trainers: Trainers
-) -> None:
-    """A file in the place of the folder stands in for a full disk."""
-    port, _player, folder = await begin(checkpoint={"every": 1}, evaluation={"prompts": 0})
-    (folder / "checkpoints").write_text("")
-    process = trainers.start()
-    stderr = await trainers.end(process)
-    assert process.returncode == CheckpointError.exit_code
-    assert f"-{process.pid}: checkpoint " in stderr
-    assert "cannot be written: " in stderr
-    failed = [event["step"] for event in events(folder) if event["event"] == "checkpoint_failed"]
-    assert failed == [1, 2, 3, 4, 5, 6]
-    sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
-    assert sheet.outstanding == 12, "what no checkpoint contains stays in the broker"
 
 
 @pytest.mark.parametrize("gone", ["room", "folder"])

@@ -8,10 +8,13 @@ from broker.memory.store import RunStore
 from broker.messages import Task
 from consumers.admission import Window
 from consumers.asking import Admitter
+from consumers.batch import Batcher
 from consumers.books import Books
+from consumers.claim import Claim
 from consumers.curriculum import Curriculum, Source
+from consumers.ingest import SeenTasks
+from consumers.lag import History, Staleness
 from headrace.config import Config
-from headrace.version import PolicyVersion
 
 AHEAD_MS = 10**15
 
@@ -26,9 +29,11 @@ class FarAhead(MemoryRun):
 async def test_deadlines_are_on_the_brokers_clock(record: RunRecord) -> None:
     port = FarAhead(record.run_id, RunStore(record), 3)
     config = Config.model_validate({"broker": {"task_deadline_s": 60}, "evaluation": {"prompts": 1}})
-    books = Books(1, 0, 0, PolicyVersion(1, 0), 0)
+    books = Books(1, 0, 0, Batcher(2, Staleness(1)))
+    books.begin(History({}))
     curriculum = Curriculum(0, (Source("arithmetic", 8),))
-    admitter = Admitter(port, await port.take_fence(0), books, config, Window(2, 1, 10), curriculum)
+    claim = Claim(port, await port.take_fence(0), books)
+    admitter = Admitter(claim, config, Window(2, 1, 10), curriculum, SeenTasks(9))
     tasks: list[Task] = await admitter.evaluation("before", Source("arithmetic", 8))
     assert await admitter.fill() == 2
     tasks += [delivery.task for delivery in await port.take("p0", 8, 0)]

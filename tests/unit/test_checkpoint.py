@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from broker.messages import Group, Trajectory, VersionSpan
 from consumers import checkpoint
 from consumers.checkpoint import Checkpoints, RunPosition
-from consumers.export import export, export_tensors
+from consumers.export import check_place, export
 from consumers.trainer import Trainer
 from headrace.config import Config, TrainerConfig
 from headrace.errors import CheckpointError
@@ -51,9 +51,13 @@ def group(seed: int) -> Group:
 
 
 def save(folder: Path, net: Any, one: Trainer, step: int, incarnation: int = 1, keep: int = 2) -> Path:
-    position = RunPosition(PolicyVersion(incarnation, step), cursor=7, seen=["a", "b"])
+    position = RunPosition(PolicyVersion(incarnation, step), cursor=7, seen={"a": "trained", "b": "stale"})
     tensors = checkpoint.optimizer_tensors(net, one.optimizer)
-    return Checkpoints(folder, incarnation, keep).save(position, {"run": {"seed": 1}}, one.parameters(), tensors)
+    checkpoints = Checkpoints(folder, incarnation, keep)
+    final = checkpoints.prepare(position, {"run": {"seed": 1}}, one.parameters(), tensors)
+    checkpoints.place(final)
+    checkpoints.trim()
+    return final
 
 
 def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path: Path) -> None:
@@ -69,7 +73,8 @@ def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path: Path) -> None:
     two = trainer(fresh)
     loaded = checkpoint.load(folder)
     checkpoint.restore(fresh, two.optimizer, loaded)
-    assert (loaded.position.cursor, loaded.position.seen) == (7, ["a", "b"])
+    assert (loaded.position.cursor, loaded.position.seen) == (7, {"a": "trained", "b": "stale"})
+    assert list(loaded.position.seen) == ["a", "b"], "the oldest first"
     assert loaded.config == {"run": {"seed": 1}}
     assert [two.train([group(step)], step).loss for step in range(2, 5)] == expected
     for name, tensor in one.parameters().items():
@@ -100,7 +105,7 @@ def test_an_incarnation_keeps_its_last_ones_and_touches_no_other(tmp_path: Path)
 def test_a_half_written_one_is_not_found(tmp_path: Path) -> None:
     net = model()
     folder = save(tmp_path, net, trainer(net), 1)
-    shutil.copytree(folder, folder.with_name(".00000002.writing"))
+    shutil.copytree(folder, folder.with_name(".00000002.1.writing"))
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert found[1] == folder
@@ -150,11 +155,11 @@ from tests.tiny import tiny_llama
 torch.set_num_threads(1)
 checkpoints = Checkpoints(Path(sys.argv[1]), 1, 2)
 tensors = {"w": torch.zeros(1 << 16)}
-checkpoints.save(RunPosition(PolicyVersion(1, 1), 0), {}, tensors, tensors)
+checkpoints.place(checkpoints.prepare(RunPosition(PolicyVersion(1, 1), 0), {}, tensors, tensors))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
 try:
-    checkpoints.save(RunPosition(PolicyVersion(1, 2), 0), {}, tensors, tensors)
+    checkpoints.prepare(RunPosition(PolicyVersion(1, 2), 0), {}, tensors, tensors)
 except CheckpointError as error:
     print(error)
 """
@@ -191,7 +196,6 @@ def test_an_export_replaces_models_only(tmp_path: Path) -> None:
     notes = tmp_path / "precious" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("do not lose me")
-    net = model()
     with pytest.raises(CheckpointError, match="precious is there and holds no model; export into another folder"):
-        export_tensors(dict(net.named_parameters()), net, tmp_path, notes.parent)
+        check_place(notes.parent)
     assert notes.read_text() == "do not lose me"

@@ -1,0 +1,243 @@
+"""The course: one trainer's way from where an earlier one stopped to the last step and what is written at the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from consumers import evaluation, export
+from consumers.asking import Admitter
+from consumers.batch import Batch
+from consumers.claim import Claim
+from consumers.evaluation import Result, Sheet
+from consumers.ingest import SeenTasks
+from consumers.intake import Intake
+from consumers.lag import History
+from consumers.outputs import Outputs
+from consumers.parts import Parts
+from consumers.progress import Progress
+from consumers.resume import Replay, plan_replay
+from consumers.saving import Saver
+from consumers.trainer import StepResult
+from consumers.troubles import Troubles
+from consumers.versions import Versions
+from consumers.waiting import wait_for
+from consumers.watch import Watch
+from consumers.worker import Worker
+from headrace.errors import CheckpointError, ServiceError
+from headrace.policy.loading import load_model
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+AGAIN_S = 0.5
+"""Between two attempts to publish a version that found no room."""
+WRITE_AGAIN_S = 5.0
+"""Between two attempts to write what a run has at its end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    claim: Claim
+    parts: Parts
+    seen: SeenTasks
+    progress: Progress
+    troubles: Troubles
+    worker: Worker
+    watch: Watch
+    admitter: Admitter
+    intake: Intake
+    saver: Saver
+    versions: Versions
+    outputs: Outputs
+    leaving: Callable[[], bool]
+    """Whether the trainer is to leave."""
+
+    async def run(self) -> None:
+        """Evaluate, make the steps, evaluate again; after `resume`, and while groups are taken in."""
+        await self.versions.publish(self.claim.books.first)
+        # Nobody may sample on a later one before this incarnation's beginning is known.
+        await self._until(lambda: self.versions.unpublished is None)
+        before = await self._evaluated_before()
+        self.admitter.open_up()
+        await self._steps()
+        await self._conclude(before)
+
+    # -- beginning
+
+    async def resume(self) -> None:
+        """Take up where an earlier trainer stopped: repeat its steps after the checkpoint, keep its other groups."""
+        port, books = self.claim.port, self.claim.books
+        deliveries = await port.open_groups(self.claim.fence)
+        trains = [delivery for delivery in deliveries if delivery.group.kind == "train"]
+        records = await port.steps_after(books.formed)
+        history = History(await port.reigns())
+        replay = plan_replay(records, trains, books.formed, self.seen, self.parts.staleness, history)
+        for item in (item for record in records for item in record.entries if item.verdict != "trained"):
+            self.seen.judge(item.task_id, item.verdict)
+        await self._replay(replay)
+        books.begin(history)
+        self._say_fork(replay, history)
+        if replay.settled:
+            await self.intake.settle(replay.settled)
+        for delivery in [d for d in deliveries if d.group.kind == "eval"] + list(replay.fresh):
+            await self.intake.receive(delivery)
+
+    async def _replay(self, replay: Replay) -> None:
+        for batch in replay.batches:
+            self.intake.remember(batch)
+            self.claim.books.took(batch)
+            result = await self._train(batch)
+            self.progress.replayed(batch, result, await self.claim.port.peers())
+
+    def _say_fork(self, replay: Replay, history: History) -> None:
+        """The step from which this incarnation goes its own way is the first of its reign."""
+        books = self.claim.books
+        given_up = history.given_up(books.first)
+        if not replay.fork and not given_up:
+            return
+        reason = replay.fork or f"the step log ends {given_up} steps before the newest version"
+        self.progress.event("forked", step=books.formed, given_up=given_up, reason=reason)
+        log.warning("the history forks at step %d, %d published steps are given up: %s", books.formed, given_up, reason)
+
+    # -- evaluation
+
+    async def _evaluated_before(self) -> Result | None:
+        """The result from before the first step: kept by an earlier trainer, else made now."""
+        kept = evaluation.load(self.parts.folder / evaluation.BEFORE)
+        if kept is not None or self.claim.books.formed > 0:
+            return kept
+        result = await self._evaluate("before")
+        if result is not None and not self.leaving():
+            await self._insist(lambda: self.outputs.write_json(evaluation.BEFORE, asdict(result)))
+        return result
+
+    async def _evaluate(self, when: str) -> Result | None:
+        """Roll out the held-out prompts on the newest version; None where there is no evaluation."""
+        if not self.parts.config.evaluation.prompts:
+            return None
+        sheet = Sheet(self.parts.decode)
+        self.intake.sheet = sheet
+        tasks = await self.admitter.evaluation(when, self.parts.held_out)
+        sheet.expect([task.task_id for task in tasks])
+        await self.admitter.ask(tasks)
+        with self.parts.lane.during("wait_evaluation"):
+            await self._until(lambda: sheet.closed, groups=True)
+        result = sheet.result()
+        self.progress.event("evaluation", when=when, accuracy=result.accuracy, samples=result.samples)
+        return result
+
+    # -- steps
+
+    async def _steps(self) -> None:
+        """Until all are made or the service stops."""
+        while self.claim.books.formed < self.parts.config.run.steps and not self.leaving():
+            await self.versions.keep()
+            if self.saver.due:
+                await self.saver.attempt()
+            batch = None if self.saver.full else await self.intake.form()
+            if batch is not None:
+                await self._step(batch)
+                continue
+            groups = self.saver.again_s is None
+            with self.parts.lane.during("wait_groups" if groups else "wait_checkpoint"):
+                await self._until(self._may_go_on, groups=groups)
+
+    def _may_go_on(self) -> bool:
+        return self.saver.due or (self.intake.missing == 0 and not self.saver.full)
+
+    async def _step(self, batch: Batch) -> None:
+        port, books = self.claim.port, self.claim.books
+        with self.parts.lane.during("batch"):
+            if self.progress.cold:
+                self.progress.warm(await port.peers())
+            await port.append_step(self.claim.fence, batch.record)
+        result = await self._train(batch)
+        await self.versions.publish(batch.version)
+        with self.parts.lane.during("report"):
+            books.made = batch.version.step
+            await self.claim.confirm()
+            self.progress.step(batch, result, await port.peers())
+        if result.skipped:
+            log.warning("step %d moved nothing: %s", batch.version.step, result.skipped)
+
+    async def _train(self, batch: Batch) -> StepResult:
+        groups = [delivery.group for delivery in batch.deliveries]
+        return await self.worker(lambda: self.parts.trainer.train(groups, batch.version.step - 1))
+
+    # -- the end
+
+    async def _conclude(self, before: Result | None) -> None:
+        """A last checkpoint; when all steps are made also evaluation, export, summary, and everybody's end."""
+        books, config = self.claim.books, self.parts.config
+        await self._save()
+        if books.formed < config.run.steps or self.leaving():
+            return
+        after = await self._evaluate("after")
+        if self.leaving():
+            return
+        export.check_place(self.parts.folder / "model")
+        with self.parts.lane.during("export"):
+            out = await self._insist(lambda: self.outputs.write_folder("model", self._export))
+        if out is None:
+            return
+        summary = self.progress.summary(before, after, await self.claim.port.balance(), books.formed, out)
+        if await self._insist(lambda: self.outputs.write_json("summary.json", summary)) is not None:
+            await self.claim.port.finish(self.claim.fence, "finished", f"all {books.formed} steps are made")
+
+    async def _save(self) -> None:
+        """A checkpoint of what no other contains; without room for it, wait for some or leave."""
+        while not await self.saver.attempt():
+            if self.leaving():
+                steps = len(self.claim.books.unsettled)
+                log.error("leaving without a checkpoint of %d steps: they are made again from the step log", steps)
+                return
+            with self.parts.lane.during("wait_checkpoint"):
+                await self._until(lambda: self.saver.again_s == 0.0)
+
+    async def _export(self, work: Path) -> None:
+        def prepare() -> None:
+            model = load_model(self.parts.model_folder, self.parts.config.model.wire_dtype, "cpu")
+            export.prepare(self.parts.trainer.parameters(), model, self.parts.model_folder, work)
+
+        await self.worker(prepare)
+
+    # -- waiting
+
+    async def _until(self, condition: Callable[[], bool], *, groups: bool = False) -> None:
+        """Wait for arrivals until the condition holds or the service stops; keep the versions published meanwhile.
+
+        Raises ServiceError when it waits for groups and the run was without producers for as long as it may be.
+        """
+        arrived, longest_s = self.intake.arrived, self.parts.config.broker.stream_block_ms / 1000
+        while not condition() and not self.leaving():
+            arrived.clear()
+            wait_s = AGAIN_S if self.versions.unpublished else longest_s
+            again_s = self.saver.again_s
+            await wait_for(arrived, wait_s if again_s is None else min(wait_s, again_s + 0.01))
+            await self.versions.keep()
+            if groups and (reason := self.watch.deserted):
+                await self.saver.attempt()
+                await self.claim.port.finish(self.claim.fence, "failed", reason)
+                raise ServiceError(reason)
+
+    async def _insist(self, write: Callable[[], Awaitable[T]]) -> T | None:
+        """What `write` returns, once there is room for it; None when the service stops before that."""
+        while not self.leaving():
+            try:
+                written = await write()
+            except CheckpointError as error:
+                self.troubles.begin("file", f"{error}; it is tried again")
+                await self._pause(WRITE_AGAIN_S)
+                continue
+            self.troubles.end("file")
+            return written
+        return None
+
+    async def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        await self._until(lambda: time.monotonic() >= until)

@@ -1,0 +1,43 @@
+"""Versions: what the trainer publishes, and publishes again where it found no room or Redis forgot it."""
+
+from __future__ import annotations
+
+from consumers.claim import Claim
+from consumers.parts import Parts
+from consumers.progress import Progress
+from headrace.version import PolicyVersion
+from weightsync.publisher import Publisher
+
+
+class Versions:
+    """One at a time, by the train loop only."""
+
+    def __init__(self, claim: Claim, parts: Parts, publisher: Publisher, progress: Progress) -> None:
+        self._port = claim.port
+        self._parts = parts
+        self._publisher = publisher
+        self._progress = progress
+        self._announced = 0
+        """How often Redis had been made whole when the head was announced last."""
+        self.unpublished: PolicyVersion | None = None
+        """The newest one, while no segment is free for it."""
+
+    async def publish(self, version: PolicyVersion) -> None:
+        """Raises WeightError, Fenced, BrokerUnavailable."""
+        mended = self._port.mended
+        with self._parts.lane.during("publish"):
+            done = await self._publisher.publish(version, self._parts.trainer.parameters())
+        self.unpublished = None if done else version
+        if done:
+            self._announced = mended
+        else:
+            self._progress.event("publish_skipped", version=str(version))
+
+    async def keep(self) -> None:
+        """Publish what found no room; announce the newest one again to a Redis that came back without it."""
+        if self._port.mended > self._announced:
+            self._announced = self._port.mended
+            await self._publisher.announce_again()
+            self._progress.event("announced_again", mended=self._announced)
+        if self.unpublished:
+            await self.publish(self.unpublished)

@@ -1,0 +1,69 @@
+"""Fixtures of the tests with whole trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.api import Hello, RunRecord
+from broker.connect import Run, connect_run, connect_runs
+from broker.messages import SCHEMA
+from headrace.policy.loading import model_digests
+from tests.tiny import VOCABULARY
+from tests.trainers import BROKER, Begin, Player, Trainers, config
+
+
+@pytest.fixture
+def trainers(redis_url: str, run_id: str) -> Iterator[Trainers]:
+    made = Trainers(redis_url, run_id)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+        process.wait(20)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.fixture
+async def begin(
+    redis_url: str, run_id: str, tiny_model: Path, tmp_path: Path, no_key_left: None
+) -> AsyncIterator[Begin]:
+    """Creates the run and a player: `port, player, folder = await begin(trainer={…})`."""
+    runs = connect_runs(redis_url, BROKER)
+    ports: list[Run] = []
+    players: list[tuple[Player, asyncio.Task[None]]] = []
+
+    async def make(**sections: dict[str, Any]) -> tuple[Run, Player, Path]:
+        record = RunRecord(
+            run_id,
+            SCHEMA,
+            config(tiny_model, **sections).model_dump(mode="json"),
+            model_digests(tiny_model),
+            VOCABULARY,
+            int(time.time() * 1000),
+            str(tmp_path / "run"),
+            {"train/arithmetic": 50, "eval/arithmetic": 5},
+        )
+        (tmp_path / "run").mkdir()
+        await runs.create(record)
+        ports.extend(connect_run(redis_url, run_id, BROKER) for _ in range(2))
+        player = Player(ports[1])
+        await player.port.join(Hello("player", SCHEMA, record.digests, "here", os.getpid()))
+        players.append((player, asyncio.create_task(player.play())))
+        return ports[0], player, tmp_path / "run"
+
+    yield make
+    for player, task in players:
+        player.ended.set()
+        await task
+    for port in ports:
+        await port.close()
+    await runs.delete(run_id)
+    await runs.close()
