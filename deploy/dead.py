@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.api import DeadLetter, OperatorPort
+from deploy.ages import age
 from deploy.bodies import describe, hex_lines, printable
 from headrace.errors import ConfigError, Refused, ServiceError
 
 PAGE = 64
 """Letters asked for at once."""
 _LETTER_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
-_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 async def letters(operator: OperatorPort) -> AsyncIterator[DeadLetter]:
@@ -135,14 +135,6 @@ def save(letter: DeadLetter, file: Path) -> str:
         raise ServiceError(f"{file} cannot be written: {error.strerror}") from error
     cut = "" if len(letter.body) == letter.length else f" of {letter.length:,}; the rest was not kept"
     return f"wrote {len(letter.body):,} bytes{cut} to {file}"
-
-
-def age(seconds: float) -> str:
-    """ "12 s", "5 min", "3 h", "2 d": the largest unit that fits."""
-    for size, unit in _UNITS:
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{int(seconds)} s"
 
 
 def _written_ms(letter_id: str) -> int:

@@ -10,6 +10,7 @@ from broker.api import Peer
 from deploy.screen import PartView
 from deploy.silence import Silence
 from deploy.supervisor import Part, Report
+from deploy.troubles import troubles
 from headrace.config import Config
 
 START_S = 900.0
@@ -23,8 +24,8 @@ class RollCall:
         self._report = report
         self._silence = Silence(config)
         self._peers: list[Peer] = []
-        self._waits: dict[str, str] = {}
-        """What each part last said that it waits for."""
+        self._troubles: dict[str, set[str]] = {}
+        """What each part last said that it cannot go on for."""
 
     def call(self, parts: Iterable[Part], peers: list[Peer], elapsed_s: float) -> None:
         """Mark who has joined, and end who holds the run up. `elapsed_s` is the time between two looks.
@@ -35,7 +36,7 @@ class RollCall:
         parts = list(parts)
         self._mark_joined(parts)
         self._end_stuck(parts)
-        self._tell_waits(parts)
+        self._tell_troubles(parts)
         for part, seconds in self._silence.too_long(parts, self._alive(), elapsed_s):
             assert part.child is not None
             self._report(part.name, "silent", f"process {part.child.pid} gave no heartbeat for {seconds:.0f} s")
@@ -64,17 +65,19 @@ class RollCall:
                 part.joined = True
                 self._report(part.name, "joined", "")
 
-    def _tell_waits(self, parts: list[Part]) -> None:
+    def _tell_troubles(self, parts: list[Part]) -> None:
         """A trainer that cannot go on says why in its heartbeat; whoever looks at the screen should know."""
         by_pid = self._by_pid()
         for part in parts:
             peer = by_pid.get(part.child.pid) if part.child is not None else None
-            if part.role != "trainer" or peer is None:
+            if peer is None:
                 continue
-            waits, before = str(peer.state.get("waits_for") or ""), self._waits.get(part.name, "")
-            if waits != before:
-                self._report(part.name, *(("waits", f"for {waits}") if waits else ("goes on", "")))
-            self._waits[part.name] = waits
+            said, before = {trouble.reason for trouble in troubles(peer.state)}, self._troubles.get(part.name, set())
+            for reason in sorted(said - before):
+                self._report(part.name, "in trouble", reason)
+            if before and not said:
+                self._report(part.name, "goes on", "")
+            self._troubles[part.name] = said
 
     def _end_stuck(self, parts: list[Part]) -> None:
         """A process that never joins holds the run up as a dead one would, and is treated as one."""

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 STYLES = {
-    **dict.fromkeys(("died", "killed", "silent", "stuck", "away"), "red"),
-    **dict.fromkeys(("replaced", "changed", "waits"), "yellow"),
+    **dict.fromkeys(("died", "killed", "silent", "stuck", "away", "in trouble"), "red"),
+    **dict.fromkeys(("replaced", "changed"), "yellow"),
     **dict.fromkeys(("joined", "back", "goes on"), "green"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.api import OperatorPort, Peer, QueueDepths, RunState
+from deploy.ages import age
 from deploy.report import balance_line, sheet_fields
+from deploy.troubles import troubles
 
 
 async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
@@ -23,14 +26,16 @@ async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
         "processes": [_process(asdict(peer), state.step) for peer in peers],
         "queues": asdict(depths),
         "balance": {sheet.kind: sheet_fields(sheet) for sheet in await operator.balance()},
-        "notes": notes(state, peers, depths),
+        "notes": notes(state, peers, depths, time.time()),
     }
 
 
-def notes(state: RunState, peers: list[Peer], depths: QueueDepths) -> list[str]:
-    """What a person should know or do, one sentence each."""
-    found = [f"{peer.name} waits for {waits}" for peer in peers if peer.alive and (waits := waiting(peer.state))]
-    roles = {peer.role for peer in peers if peer.alive}
+def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float) -> list[str]:
+    """What a person should know or do, one sentence each. `now` is in seconds since the epoch."""
+    alive = [peer for peer in peers if peer.alive]
+    said = [(peer.name, trouble) for peer in alive for trouble in troubles(peer.state)]
+    found = [f"{name}, for {age(max(0.0, now - trouble.since))}: {trouble.reason}" for name, trouble in said]
+    roles = {peer.role for peer in alive} | {"producer" for _, trouble in said if trouble.kind == "producers"}
     if state.status == "running" and "producer" not in roles:
         found.append("no producer plays: `headrace scale producer N` or `python -m producers` starts some")
     if state.status == "running" and "trainer" not in roles:
@@ -38,14 +43,6 @@ def notes(state: RunState, peers: list[Peer], depths: QueueDepths) -> list[str]:
     if depths.dead:
         found.append(f"{depths.dead} dead: see `headrace dead list`")
     return found
-
-
-def waiting(said: dict[str, Any]) -> str:
-    """What a service says that it waits for, and how long it has; empty when it says nothing."""
-    what, since_s = said.get("waits_for"), said.get("waits_since_s")
-    if not what:
-        return ""
-    return f"{what} (for {since_s:.0f} s)" if isinstance(since_s, int | float) else str(what)
 
 
 def _process(peer: dict[str, Any], step: int) -> dict[str, Any]:

@@ -79,20 +79,24 @@ def test_a_redis_that_answered_has_joined(roll_call: RollCall, events: Events, p
     assert events == []
 
 
-def test_what_the_trainer_waits_for_is_told_once(
+def test_what_the_trainer_cannot_go_on_for_is_told_once(
     roll_call: RollCall, events: Events, part: Callable[[str], Part]
 ) -> None:
     trainer = part("trainer")
-    for waits, since_s in (("", 0.0), ("room on the disk", 1.0), ("room on the disk", 2.0), ("", 0.0), ("", 0.0)):
-        roll_call.call([trainer], [peer(trainer, waits_for=waits, waits_since_s=since_s)], 1.0)
+    full, alone = ({"kind": "x", "reason": reason, "since": 1.0} for reason in ("the disk is full", "nobody plays"))
+    for troubles in ([], [full], [full], [full, alone], [alone], [], []):
+        roll_call.call([trainer], [peer(trainer, troubles=troubles)], 1.0)
     assert events == [
         ("trainer", "joined", ""),
-        ("trainer", "waits", "for room on the disk"),
+        ("trainer", "in trouble", "the disk is full"),
+        ("trainer", "in trouble", "nobody plays"),
         ("trainer", "goes on", ""),
     ]
 
 
 def test_other_processes_are_nobody(roll_call: RollCall, events: Events, part: Callable[[str], Part]) -> None:
-    stranger = Peer("by-hand", "producer", socket.gethostname(), os.getpid(), True, {"waits_for": "tasks"})
+    stranger = Peer(
+        "by-hand", "producer", socket.gethostname(), os.getpid(), True, {"troubles": [{"reason": "x", "since": 1}]}
+    )
     roll_call.call([part("producer")], [stranger], 1.0)
     assert events == []

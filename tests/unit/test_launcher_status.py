@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from broker.api import Peer, QueueDepths, RunState
-from deploy.status import notes, show, waiting
+from deploy.ages import age
+from deploy.status import notes, show
+from deploy.troubles import Trouble, troubles
 
 NOTHING_DEAD = QueueDepths(0, 0, 0, 0, 0)
 RUNNING = RunState("running")
+NOW = 1_767_225_600.0
 
 
 def peer(name: str, role: str, *, alive: bool = True, **state: object) -> Peer:
@@ -18,28 +22,38 @@ def peer(name: str, role: str, *, alive: bool = True, **state: object) -> Peer:
 
 
 def test_a_run_that_is_well_has_no_notes() -> None:
-    assert notes(RUNNING, [peer("p", "producer"), peer("trainer", "trainer")], NOTHING_DEAD) == []
+    assert notes(RUNNING, [peer("p", "producer"), peer("trainer", "trainer")], NOTHING_DEAD, NOW) == []
 
 
 def test_what_is_missing_is_said() -> None:
-    found = notes(RUNNING, [peer("p", "producer", alive=False)], NOTHING_DEAD)
+    found = notes(RUNNING, [peer("p", "producer", alive=False)], NOTHING_DEAD, NOW)
     assert [note.partition(":")[0] for note in found] == ["no producer plays", "no trainer is alive"]
-    assert notes(RunState("finished"), [], NOTHING_DEAD) == []
+    assert notes(RunState("finished"), [], NOTHING_DEAD, NOW) == []
 
 
-def test_dead_letters_and_who_waits_are_said() -> None:
-    trainer = peer("trainer", "trainer", waits_for="room on the disk for a checkpoint", waits_since_s=42.3)
-    found = notes(RUNNING, [peer("p", "producer"), trainer], QueueDepths(0, 0, 0, 0, 3))
-    assert found == [
-        "trainer waits for room on the disk for a checkpoint (for 42 s)",
-        "3 dead: see `headrace dead list`",
-    ]
+def test_dead_letters_and_troubles_are_said() -> None:
+    reason = "the checkpoint of step 4 cannot be written (No space left on device); it is tried again"
+    trainer = peer("trainer", "trainer", troubles=[{"kind": "checkpoint", "reason": reason, "since": NOW - 42.3}])
+    found = notes(RUNNING, [peer("p", "producer"), trainer], QueueDepths(0, 0, 0, 0, 3), NOW)
+    assert found == [f"trainer, for 42 s: {reason}", "3 dead: see `headrace dead list`"]
 
 
-def test_a_service_need_not_say_since_when_it_waits() -> None:
-    assert waiting({"waits_for": "a producer"}) == "a producer"
-    assert waiting({"waits_for": "", "waits_since_s": 3.0}) == ""
-    assert waiting({}) == ""
+def test_troubles_of_another_form_are_left_out() -> None:
+    assert troubles({}) == troubles({"troubles": "all of them"}) == []
+    assert troubles({"troubles": [{"reason": "x"}, "y", {"reason": "z", "since": 3}]}) == [Trouble("None", "z", 3.0)]
+
+
+def test_a_missing_producer_is_said_once() -> None:
+    trouble = {"kind": "producers", "reason": "all producers are gone", "since": NOW - 3.0}
+    found = notes(RUNNING, [peer("trainer", "trainer", troubles=[trouble])], NOTHING_DEAD, NOW)
+    assert found == ["trainer, for 3 s: all producers are gone"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0 s"), (59.9, "59 s"), (60, "1 min"), (7199, "1 h"), (86_400 * 3, "3 d")]
+)
+def test_ages_are_short(seconds: float, words: str) -> None:
+    assert age(seconds) == words
 
 
 def test_reasons_are_shown_as_they_are() -> None:
