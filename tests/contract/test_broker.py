@@ -15,8 +15,8 @@ from broker.messages import SCHEMA, GroupDelivery, StepEntry, StepRecord
 from headrace.errors import Fenced, Refused
 from headrace.version import PolicyVersion
 from tests.conftest import BROKER, Services
+from tests.reigns import reign
 from tests.support import make_group, make_task, wait_until
-from tests.trainers import reign
 
 LEASE_S = 30.0
 Waits = Callable[[], Awaitable[bool]]

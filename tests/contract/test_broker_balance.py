@@ -17,8 +17,8 @@ from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA, GroupDelivery, StepEntry, TaskDelivery, Verdict
 from headrace.config import BrokerConfig
 from headrace.errors import Fenced
+from tests.reigns import reign
 from tests.support import make_group, make_task
-from tests.trainers import reign
 
 CONFIG = BrokerConfig(stream_block_ms=500, connect_timeout_s=5.0, max_deliveries=2)
 PRODUCERS = ("p0", "p1", "p2")

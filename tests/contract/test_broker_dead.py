@@ -15,8 +15,8 @@ from broker.messages import StepEntry
 from headrace.errors import Refused
 from headrace.version import PolicyVersion
 from tests.conftest import BROKER, Services
+from tests.reigns import begun, closed, reign
 from tests.support import make_group, make_task, make_trajectory
-from tests.trainers import begun, closed, reign
 
 
 async def invalid_group(run: Run, fence: Fence, task_id: str) -> None:

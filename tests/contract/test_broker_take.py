@@ -14,8 +14,8 @@ from broker.keys import Keys
 from broker.messages import Group, StepEntry
 from headrace.version import PolicyVersion
 from tests.conftest import Services
+from tests.reigns import begun, closed
 from tests.support import RedisProcess, make_group, make_task
-from tests.trainers import begun, closed
 
 
 @pytest.fixture
