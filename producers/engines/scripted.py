@@ -141,6 +141,8 @@ class ScriptedEngine:
             self._finish(sequence, "abort")
         self._wake.set()
         if self._loop is not None:
+            # A simulated step may be as long as one likes; nobody waits for its end.
+            self._loop.cancel()
             await asyncio.wait([self._loop])
 
     def _on_end(self, loop: asyncio.Task[None]) -> None:
