@@ -20,13 +20,14 @@ LONGEST_VALUE = 200
 
 
 def describe(source: str, body: bytes) -> list[str]:
-    """Its fields, one line each, and what its numbers are like; empty for what is not msgpack."""
+    """Its fields, one line each, and what its numbers are like; empty for what is no body of ours."""
+    lines = []
     try:
-        message = msgpack.unpackb(body, strict_map_key=False)
+        for line in _fields(body):
+            lines.append(line)
     # Besides its own errors, msgpack raises what Python does for text that is not UTF-8, or keys that cannot be.
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
-        return []
-    lines = list(_fields(message))
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        return [*lines, f"… no more can be read ({type(error).__name__})"] if len(lines) > 1 else []
     if source == "groups":
         try:
             lines += _figures(decode_flat(body))
@@ -53,13 +54,16 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _fields(message: Any) -> Iterator[str]:
-    if isinstance(message, list) and len(message) == 2 and isinstance(message[1], dict):
-        yield f"schema {_value(message[0])}"
-        for name, value in message[1].items():
-            yield f"{printable(str(name))[:40]:12} {_value(value)}"
-    else:
-        yield _value(message)
+def _fields(body: bytes) -> Iterator[str]:
+    """Also of a body that is cut, as far as it goes."""
+    reader = msgpack.Unpacker(strict_map_key=False, max_buffer_size=len(body))
+    reader.feed(body)
+    if reader.read_array_header() != 2:
+        raise ValueError("not [schema, fields]")
+    yield f"schema {_value(reader.unpack())}"
+    for _ in range(reader.read_map_header()):
+        name, value = reader.unpack(), reader.unpack()
+        yield f"{printable(str(name))[:40]:12} {_value(value)}"
 
 
 def _value(value: Any) -> str:
@@ -75,8 +79,8 @@ def _figures(flat: FlatGroup) -> Iterator[str]:
     yield f"{len(flat.lengths_N)} trajectories of {lengths or 'no'} tokens"
     named = {"token ids": flat.token_ids_T, "log-probs": flat.logprobs_M, "rewards": np.asarray(flat.rewards_N)}
     for name, array in named.items():
-        if len(array):
-            yield f"{len(array):,} {name} from {array.min():.6g} to {array.max():.6g}"
+        if len(finite := array[np.isfinite(array)]):
+            yield f"{len(array):,} {name} from {finite.min():.6g} to {finite.max():.6g}"
     wrong = np.flatnonzero(~np.isfinite(flat.logprobs_M))
     if len(wrong):
         yield f"log-prob number {wrong[0]} is {flat.logprobs_M[wrong[0]]}"

@@ -143,18 +143,6 @@ def test_a_producer_that_lives_and_says_nothing_is_replaced(project: Project) ->
     assert process.wait(100) == 0
 
 
-def test_a_killed_redis_is_started_again(project: Project) -> None:
-    project.hold()
-    process = project.up()
-    running(project)
-    (redis,) = [child for child in project.processes() if "redis-server" in child.name()]
-    redis.kill()
-    wait_until(lambda: project.happened("redis", "replaced") == 1, "Redis is back")
-    project.let_go()
-    _, err = process.communicate(timeout=100)
-    assert (err, process.returncode) == ("", 0)
-
-
 def test_nothing_survives_a_killed_launcher_and_the_run_can_go_on(project: Project) -> None:
     project.hold()
     process = project.up()
