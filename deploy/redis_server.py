@@ -33,9 +33,13 @@ protected-mode yes
 tcp-keepalive 60
 appendonly yes
 appendfsync everysec
+auto-aof-rewrite-min-size 256mb
+rdbcompression no
 save ""
 maxmemory-policy noeviction
 """
+"""Groups are arrays of numbers, which do not compress, and leave soon: rewritten at every 64 MB (the default), the file
+of a busy run is rewritten all the time."""
 
 
 def find_binary() -> Path:
