@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deploy.cores import Cores
 from deploy.processes import Command
@@ -43,7 +43,10 @@ class Services:
         number = self.made.get(role, 0) + 1
         self.made[role] = number
         name = f"{role}-{number}" if role == "producer" else role
-        return Part.of(name, role, self.command(name, role))
+        part = Part.of(name, role, self.command(name, role))
+        if role == "producer":
+            part.limits = replace(part.limits, deliveries=self.config.broker.max_deliveries)
+        return part
 
     def command(self, name: str, role: Role) -> Callable[[bool], Command]:
         """What starts the part that was made last of this role; called with whether it is started again."""

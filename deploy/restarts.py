@@ -22,6 +22,8 @@ class RestartLimits:
     in_a_row: int
     """Deaths in a row, none of them after a settled life."""
     in_total: int
+    deliveries: int = 0
+    """How often a task may end those that play it until it is buried: one that has joined outlives that."""
     settled_s: float = 60.0
     """A part that joined the run and lived this long has settled: its next death is a first one again."""
     first_delay_s: float = 0.5
@@ -76,8 +78,8 @@ def decide(deaths: list[Death], limits: RestartLimits) -> Restart | GiveUp:
     if len(deaths) >= limits.in_total:
         return GiveUp(f"it died {len(deaths)} times")
     streak = _streak(deaths, limits)
-    if streak >= limits.in_a_row:
-        joined = any(death.joined for death in deaths[-streak:])
+    joined = any(death.joined for death in deaths[-streak:])
+    if streak >= max(limits.in_a_row, limits.deliveries + 1 if joined else 0):
         when = "soon after it started" if joined else "before it had joined the run"
         return GiveUp(f"it died {streak} times in a row, {when}")
     return Restart(min(limits.longest_delay_s, limits.first_delay_s * 2.0 ** (streak - 1)))

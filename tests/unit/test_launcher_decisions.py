@@ -1,6 +1,7 @@
 """What the launcher decides without doing anything: restarts, cores, scaling, plans."""
 
 import asyncio
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def test_deaths_in_a_row_wait_longer_and_end() -> None:
     verdict = decide([early()] * 3, LIMIT)
     assert verdict == GiveUp("it died 3 times in a row, before it had joined the run")
     assert "soon after it started" in str(decide([Death(1, 2.0, joined=True)] * 3, LIMIT))
+
+
+def test_a_producer_outlives_the_task_that_ends_it_until_that_is_buried() -> None:
+    limits, ended = replace(LIMIT, deliveries=5), Death(-11, 2.0, joined=True)
+    assert isinstance(decide([ended] * 5, limits), Restart)
+    assert isinstance(decide([ended] * 6, limits), GiveUp)
+    assert isinstance(decide([early()] * 3, limits), GiveUp), "one that never joins plays no task"
 
 
 def test_a_settled_life_begins_a_new_row() -> None:
