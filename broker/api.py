@@ -299,6 +299,10 @@ class OperatorPort(ServicePort, Protocol):
 
     async def depths(self) -> QueueDepths: ...
 
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that the broker uses, of all its runs, and its limit; 0 where there is none, or it does not say."""
+        ...
+
     async def set_status(self, status: RunStatus, reason: str) -> None: ...
 
     async def finished(self, after: str, block_ms: int) -> list[tuple[str, GroupDelivery, str]]:

@@ -14,19 +14,24 @@ from deploy.ages import age
 from deploy.report import balance_line, sheet_fields
 from deploy.troubles import troubles
 
+NEARLY_FULL = 0.9
+"""Of its memory."""
+
 
 async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
     """Everything, JSON-able."""
     state = await operator.state()
     peers = sorted(await operator.peers(), key=lambda peer: peer.name)
     depths = await operator.depths()
+    used, limit = await operator.memory()
     return {
         "run": run_id,
         **asdict(state),
         "processes": [_process(asdict(peer), state.step) for peer in peers],
         "queues": asdict(depths),
+        "memory": {"used": used, "limit": limit},
         "balance": {sheet.kind: sheet_fields(sheet) for sheet in await operator.balance()},
-        "notes": notes(state, peers, depths, time.time()),
+        "notes": [*notes(state, peers, depths, time.time()), *memory_notes(used, limit)],
     }
 
 
@@ -43,6 +48,16 @@ def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float) -
     if depths.dead:
         found.append(f"{depths.dead} dead: see `headrace dead list`")
     return found
+
+
+def memory_notes(used: int, limit: int) -> list[str]:
+    """Whether the broker is nearly full."""
+    if not limit or used < NEARLY_FULL * limit:
+        return []
+    return [
+        f"Redis uses {used >> 20} MiB of its maxmemory of {limit >> 20} MiB: when it is full, producers wait; "
+        "raise it, or lower broker.retain_bytes of the next run"
+    ]
 
 
 def _process(peer: dict[str, Any], step: int) -> dict[str, Any]:

@@ -35,6 +35,9 @@ class MemoryOperator(MemoryService):
             dead=len(self.store.dead),
         )
 
+    async def memory(self) -> tuple[int, int]:
+        return 0, 0
+
     async def set_status(self, status: RunStatus, reason: str) -> None:
         self.store.state = replace(self.store.state, status=status, reason=reason)
 

@@ -34,6 +34,10 @@ class RedisOperator(RedisService):
     async def depths(self) -> QueueDepths:
         return QueueDepths(*await self._link.script("depths"))
 
+    async def memory(self) -> tuple[int, int]:
+        said = await self._link.send("INFO", "memory")
+        return int(said["used_memory"]), int(said["maxmemory"])
+
     async def set_status(self, status: RunStatus, reason: str) -> None:
         kept_ms = KEEP_ENDED_MS if status in ("finished", "failed") else 0
         await self._link.script("set_status", status, reason, kept_ms)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from broker.api import Peer, QueueDepths, RunState
 from deploy.ages import age
-from deploy.status import notes, show
+from deploy.status import memory_notes, notes, show
 from deploy.troubles import Trouble, troubles
 
 NOTHING_DEAD = QueueDepths(0, 0, 0, 0, 0)
@@ -54,6 +54,12 @@ def test_a_missing_producer_is_said_once() -> None:
 )
 def test_ages_are_short(seconds: float, words: str) -> None:
     assert age(seconds) == words
+
+
+def test_a_redis_that_is_nearly_full_is_said() -> None:
+    assert memory_notes(50 << 20, 0) == memory_notes(89 << 20, 100 << 20) == []
+    (note,) = memory_notes(90 << 20, 100 << 20)
+    assert note.startswith("Redis uses 90 MiB of its maxmemory of 100 MiB: ")
 
 
 def test_reasons_are_shown_as_they_are() -> None:
