@@ -197,7 +197,8 @@ class Producer:
         task = self.held[entry]
         body = group_body(task, self.name, rollouts or [], self.version, self.record["vocab_size"], error)
         names = (task["task"], task["attempt"], task["kind"])
-        answer: str = self.call("publish", self.name, entry, *names, body, REMEMBERED).decode()
+        (raw,) = self.call("publish", self.name, REMEMBERED, entry, *names, body)
+        answer: str = raw.decode()
         del self.held[entry]
         self.published += answer == "published"
         return answer
@@ -229,7 +230,7 @@ class Producer:
             raise Left("the run is gone") from error
         if "NOGROUP" in str(error):
             self.call("repair")
-        elif "OOM" in str(error):
+        elif isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error):
             self.wait(error, give_up)
         else:
             raise error

@@ -124,14 +124,6 @@ class Connection:
         """From now on an outage is waited for no longer than `connect_timeout_s`."""
         self._patience_s = self._hasty_s
 
-    async def execute_each(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """As `execute_all`, but where Redis refuses a command, its error stands in the place of its answer."""
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = await pipeline.execute(raise_on_error=False)
-        return answers
-
     async def close(self) -> None:
         await self._client.aclose(close_connection_pool=True)
 

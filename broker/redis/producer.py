@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from broker.api import Hello, Published
-from broker.bounds import KEEP_PUBLISHED, MAX_DEAD, MAX_DEAD_BYTES
+from broker.bounds import MAX_DEAD, MAX_DEAD_BYTES
 from broker.codec import encode_group
 from broker.identity import difference
 from broker.leases import Expired, Poison, Taken, judge
@@ -65,9 +65,8 @@ class RedisProducer(RedisService):
         record = await self.record()
         body = encode_group(group, record.vocab_size)
         task = delivery.task
-        names = (producer, delivery.entry_id, task.task_id, delivery.attempt, task.kind)
-        command = self._link.evalsha("publish", *names, body, KEEP_PUBLISHED)
-        answer = text(await self._outbox.send(command, len(body)))
+        names = (delivery.entry_id, task.task_id, delivery.attempt, task.kind)
+        answer = await self._outbox.publish(producer, names, body)
         self._holding.discard(delivery.entry_id)
         if answer == "published":
             return "published"
