@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from broker.api import Fence, Order, Reign, RunStatus
 from broker.arrivals import Arrival, limits_of, unpublished
-from broker.codec import encode_task
+from broker.codec import decode_task, encode_task
 from broker.memory.service import MemoryService
 from broker.messages import GroupDelivery, StepEntry, StepRecord, Task
 from broker.steps import replayable
@@ -46,6 +46,11 @@ class MemoryTrainer(MemoryService):
 
     async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
         return self._deliver(fence, self.fenced(fence).open_groups(fence.nonce))
+
+    async def overdue(self, by_ms: int) -> list[Task]:
+        before_ms = await self.now_ms() - by_ms
+        tasks = [decode_task(entry.taken.body) for entry in self.store.tasks.values()]
+        return [task for task in tasks if task.deadline_ms < before_ms]
 
     async def append_step(self, fence: Fence, record: StepRecord) -> None:
         steps = self.fenced(fence).steps

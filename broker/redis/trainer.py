@@ -11,6 +11,7 @@ from broker.bounds import KEEP_ENDED_MS, KEEP_SETTLED, MAX_ORDERS, MAX_STEPS
 from broker.codec import decode_step, encode_step, encode_task
 from broker.messages import StepEntry, StepRecord, Task
 from broker.redis.link import Entry, entries_of
+from broker.redis.overdue import overdue
 from broker.redis.taking import BATCH, RedisTaking
 from broker.steps import replayable
 from headrace.errors import WireError
@@ -38,6 +39,9 @@ class RedisTrainer(RedisTaking):
     @property
     def mended(self) -> int:
         return 0
+
+    async def overdue(self, by_ms: int) -> list[Task]:
+        return await overdue(self._link, await self.now_ms() - by_ms)
 
     async def append_step(self, fence: Fence, record: StepRecord) -> None:
         await self._link.script("append_step", str(record.version), encode_step(record), MAX_STEPS, fence=fence)
