@@ -73,8 +73,8 @@ class Jobs:
         return phase(self.held.values(), self.version, bool(self.outage))
 
     def moved(self) -> None:
-        """Something moved on."""
-        if not self.leaving.is_set():
+        """Something moved on. Whoever takes tasks looks at it, unless the broker keeps it waiting."""
+        if self.outage and not self.leaving.is_set():
             self.gauges.host.enter(self.phase())
         self.changed.set()
 
@@ -181,6 +181,7 @@ class Jobs:
 
     async def _publish(self, held: Held, group: Group) -> Published | None:
         """The broker's answer, for the newest delivery of the task; None when it is away until the drain is over."""
+        before: Published = "superseded"
         while True:
             delivery = held.delivery
             try:
@@ -196,7 +197,8 @@ class Jobs:
                 await asyncio.sleep(AGAIN_S)
                 continue
             if held.delivery is delivery:
-                return answer
+                return answer if before == "superseded" else before
+            before = answer
 
     def _end(self, held: Held) -> None:
         """End a job whose task is not this producer's any more."""

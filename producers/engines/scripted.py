@@ -66,6 +66,8 @@ class ScriptedEngine:
         self._version: PolicyVersion | None = None
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        self._open: dict[str, _Sequence] = {}
+        """By request id: those whose `generate` waits."""
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._closed = False
@@ -96,10 +98,12 @@ class ScriptedEngine:
             raise EngineError("the scripted engine has no policy version yet; commit one first")
         sequence = _Sequence(request, asyncio.get_running_loop().create_future(), time.perf_counter())
         self._waiting.append(sequence)
+        self._open[request.request_id] = sequence
         self._wake.set()
         try:
             return await sequence.done
         finally:
+            self._open.pop(request.request_id, None)
             self._forget(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -108,10 +112,10 @@ class ScriptedEngine:
                 self._finish(sequence, "abort")
 
     def progress(self, request_id: str) -> Progress | None:
-        for sequence in (*self._running, *self._waiting):
-            if sequence.request.request_id == request_id:
-                return Progress(len(sequence.tokens), sequence.spans.oldest if sequence.spans else None)
-        return None
+        sequence = self._open.get(request_id)
+        if sequence is None:
+            return None
+        return Progress(len(sequence.tokens), sequence.spans.oldest if sequence.spans is not None else None)
 
     def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
         """Any layout fits: there is no model."""

@@ -67,6 +67,8 @@ class TorchEngine:
         self._version: PolicyVersion | None = None
         self._tickets = itertools.count()
         self._open: dict[int, tuple[Sequence, asyncio.Future[Completion]]] = {}
+        self._named: dict[str, Sequence] = {}
+        """By request id: those whose `generate` waits."""
         self._swap: asyncio.Future[float] | None = None
         self._committing = asyncio.Lock()
         self._thread: threading.Thread | None = None
@@ -99,10 +101,12 @@ class TorchEngine:
             return sequence.complete("length", time.perf_counter())
         done: asyncio.Future[Completion] = self._event_loop.create_future()
         self._open[sequence.ticket] = sequence, done
+        self._named[request.request_id] = sequence
         self.loop.send(Submit(sequence))
         try:
             return await done
         finally:
+            self._named.pop(request.request_id, None)
             if self._open.pop(sequence.ticket, None) is not None:
                 self.loop.send(Abort(sequence.ticket))  # the caller was cancelled
 
@@ -112,8 +116,8 @@ class TorchEngine:
                 self.loop.send(Abort(ticket))
 
     def progress(self, request_id: str) -> Progress | None:
-        found = (sequence for sequence, _ in self._open.values() if sequence.request.request_id == request_id)
-        return next((sequence.progress() for sequence in found), None)
+        sequence = self._named.get(request_id)
+        return sequence.progress() if sequence is not None else None
 
     def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
         return self._weights.stage(layout)
