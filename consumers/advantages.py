@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from consumers.plugins import load_object
 from headrace.errors import ConfigError
+from headrace.objects import load_function
 
 Float64 = npt.NDArray[np.float64]
 
@@ -45,5 +45,5 @@ def advantage(name: str) -> Advantage:
         raise ConfigError(
             f"trainer.advantage = {name!r} is not known; use one of {', '.join(ADVANTAGES)} or package.module:object"
         )
-    own: Advantage = load_object(name, "trainer.advantage")
+    own: Advantage = load_function(name, f"trainer.advantage = {name!r}", ConfigError)
     return own

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from consumers.plugins import load_object
 from headrace.config import TrainerConfig
 from headrace.errors import ConfigError
+from headrace.objects import load_function
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,5 +98,5 @@ def loss(name: str) -> Loss:
         raise ConfigError(
             f"trainer.loss = {name!r} is not known; use one of {', '.join(LOSSES)} or package.module:object"
         )
-    own: Loss = load_object(name, "trainer.loss")
+    own: Loss = load_function(name, f"trainer.loss = {name!r}", ConfigError)
     return own

@@ -11,8 +11,8 @@ import numpy as np
 
 from broker.messages import Int32
 from headrace.errors import ModelError
+from headrace.objects import reason
 from producers.environments.api import Message
-from producers.environments.objects import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

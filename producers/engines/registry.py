@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.objects import load_function
 from producers.engines.api import Engine
 
 Factory = Callable[[Config, Path, int], Engine]
@@ -66,17 +65,8 @@ ENGINES: dict[str, Factory] = {"scripted": _scripted, "torch": _torch}
 
 
 def _user_factory(name: str) -> Factory:
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = ", ".join(sorted(ENGINES))
         raise ConfigError(f"producer.engine = {name!r} is not one of {known}, nor of the form package.module:object")
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"producer.engine = {name!r}: module {module} does not import: {error}") from error
-    except AttributeError:
-        raise ConfigError(f"producer.engine = {name!r}: module {module} has no {attribute}") from None
-    if not callable(found):
-        raise ConfigError(f"producer.engine = {name!r} is not callable with (config, model_folder, seed)")
-    factory: Factory = found
+    factory: Factory = load_function(name, f"producer.engine = {name!r}", ConfigError)
     return factory

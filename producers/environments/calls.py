@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.errors import HeadraceError, ServiceError
-from producers.environments.objects import reason
+from headrace.objects import reason
 
 MOST_LEFT = 4096
 """Calls that may go on after they were cancelled; one that is merely about to end counts, too."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from headrace.config import Config, EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
+from headrace.objects import load_function, reason, shortened
 from producers.environments.api import Environment, Rollout
-from producers.environments.objects import load_object, reason, shortened
 
 Reward = Callable[[Rollout], Awaitable[float] | float]
 """A coroutine function or a plain one; it runs in a worker process of its own and may block."""
@@ -21,9 +21,7 @@ METHODS = ("__len__", "eval_size", "episode", "score", "correct")
 
 def build_environment(config: EnvironmentConfig) -> Environment:
     """Raises EnvironmentLoadError when it does not load, refuses its options or is no environment."""
-    factory = BUILT_IN[config.name]() if config.name in BUILT_IN else load_object(config.name, "environment")
-    if not callable(factory):
-        raise EnvironmentLoadError(f"environment {config.name!r} is {type(factory).__name__}, not a class or function")
+    factory = BUILT_IN[config.name]() if config.name in BUILT_IN else _users(config.name, "environment")
     try:
         environment = factory(**config.options)
     except EnvironmentLoadError:
@@ -59,16 +57,17 @@ def sizes_of(name: str, environment: Environment) -> tuple[int, int]:
 
 def load_reward(name: str) -> Reward:
     """A reward that the user names. Raises EnvironmentLoadError when it does not load or cannot be called."""
-    reward = load_object(name, "reward")
-    if not callable(reward):
-        raise EnvironmentLoadError(f"reward {name!r} is {type(reward).__name__}, which cannot be called with a rollout")
-    called: Reward = reward
-    return called
+    reward: Reward = _users(name, "reward")
+    return reward
 
 
 def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
     """The environments of a run, by what tasks call them."""
     return {environment.called: environment for environment in config.environments}
+
+
+def _users(name: str, what: str) -> Any:
+    return load_function(name, f"{what} {name!r}", EnvironmentLoadError)
 
 
 def _arithmetic() -> Any:

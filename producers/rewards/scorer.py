@@ -13,8 +13,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from broker.messages import TaskKind
 from headrace.config import EnvironmentConfig
+from headrace.objects import reason
 from producers.environments.api import Rollout
-from producers.environments.objects import reason
 from producers.rewards import worker
 from producers.rewards.worker import Score
 

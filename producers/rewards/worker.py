@@ -13,8 +13,8 @@ from typing import Any
 from broker.messages import TaskKind
 from headrace.config import EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
+from headrace.objects import reason
 from producers.environments.api import Environment, Rollout
-from producers.environments.objects import reason
 from producers.environments.registry import Reward, build_environment, load_reward
 
 

@@ -235,8 +235,8 @@ async def test_the_scripted_engine_stages_any_layout(tmp_path: Path) -> None:
         ("warp", {}, "not one of scripted, torch"),
         ("scripted", {"speed": 9}, "speed"),
         ("no.such.module:engine", {}, "does not import"),
-        ("producers.engines.scripted:Nothing", {}, "has no Nothing"),
-        ("producers.engines.scripted:__doc__", {}, "not callable"),
+        ("producers.engines.scripted:Nothing", {}, "has no object 'Nothing'"),
+        ("producers.engines.scripted:__doc__", {}, "not a function"),
     ],
 )
 def test_an_engine_that_cannot_be_built_is_named(name: str, options: dict[str, object], sentence: str) -> None:

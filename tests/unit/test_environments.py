@@ -182,7 +182,7 @@ def test_ones_own_file_gives_environment_and_reward(own: Path) -> None:
         ("no/such/file.py:Thing", "no/such/file.py does not exist"),
         ("OWN:Missing", "has no object 'Missing', only Own, Half"),
         ("OWN:Half", "is not an environment: it has no eval_size, episode, score, correct"),
-        ("OWN:broken", "is int, not a class or function"),
+        ("OWN:broken", "is int, not a function"),
         ("OWN:refuses", r"cannot be made with options {} \(RuntimeError: no way\)"),
         ("json:loads", "cannot be made with options"),
     ],
@@ -221,7 +221,7 @@ def test_a_file_that_raises_at_import_is_named(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentLoadError, match=r"bad.py does not import \(SyntaxError"):
         load_reward(f"{file}:reward")
     file.write_text("reward = 1.0\n")
-    with pytest.raises(EnvironmentLoadError, match="is float, which cannot be called"):
+    with pytest.raises(EnvironmentLoadError, match="is float, not a function"):
         load_reward(f"{file}:reward")
 
 

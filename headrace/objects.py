@@ -1,4 +1,4 @@
-"""Objects that users name: `package.module:object`, or `path/to/file.py:object`."""
+"""Objects that users name, as `package.module:object` or `path/to/file.py:object`, and what they raise in a line."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import EnvironmentLoadError
+from headrace.errors import HeadraceError
 
 
-def load_object(spec: str, what: str) -> Any:
-    """The object that `spec` names. `what` ("environment", "reward") is for the sentence.
+class _NotThere(Exception):
+    """Its text is the reason."""
 
-    Files are found from the working directory, as are modules. Raises EnvironmentLoadError.
+
+def load_object(spec: str, what: str, kind: type[HeadraceError]) -> Any:
+    """The object that `spec` names. `what` begins the sentence: "environment 'x'", "trainer.loss = 'x'".
+
+    Files are found from the working directory, as are modules. Raises `kind`.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        raise EnvironmentLoadError(
-            f"{what} {spec!r} is not known; use a built-in name, `package.module:object` or `path/to/file.py:object`"
-        )
+        raise kind(f"{what} is not known; use a built-in name, `package.module:object` or `path/to/file.py:object`")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    except EnvironmentLoadError as error:
-        raise EnvironmentLoadError(f"{what} {spec!r}: {error}") from error.__cause__
+    except _NotThere as error:
+        raise kind(f"{what}: {error}") from error.__cause__
     found = getattr(module, name, None)
     if found is None:
-        raise EnvironmentLoadError(f"{what} {spec!r}: {place} has no object {name!r}{_known(module)}")
+        raise kind(f"{what}: {_named(place)} has no object {name!r}{_known(module)}")
+    return found
+
+
+def load_function(spec: str, what: str, kind: type[HeadraceError]) -> Any:
+    """An object that can be called. Raises `kind`."""
+    found = load_object(spec, what, kind)
+    if not callable(found):
+        raise kind(f"{what} is {type(found).__name__}, not a function")
     return found
 
 
@@ -49,7 +59,7 @@ def _from_package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise EnvironmentLoadError(f"module {name} does not import ({reason(error)})") from error
+        raise _NotThere(f"{_named(name)} does not import ({reason(error)})") from error
 
 
 def _from_file(file: Path) -> ModuleType:
@@ -59,10 +69,10 @@ def _from_file(file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
-        raise EnvironmentLoadError(f"file {file} does not exist")
+        raise _NotThere(f"file {file} does not exist")
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise EnvironmentLoadError(f"file {file} is not a Python file")
+        raise _NotThere(f"file {file} is not a Python file")
     _searchable(file.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -70,13 +80,17 @@ def _from_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise EnvironmentLoadError(f"file {file} does not import ({reason(error)})") from error
+        raise _NotThere(f"file {file} does not import ({reason(error)})") from error
     return module
 
 
 def _searchable(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def _named(place: str) -> str:
+    return f"file {place}" if place.endswith(".py") else f"module {place}"
 
 
 def _known(module: ModuleType) -> str:
