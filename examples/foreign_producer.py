@@ -25,8 +25,8 @@ import msgpack
 import redis
 
 SCHEMA = 2
-REMEMBERED, KEPT_BYTES, KEPT_DEAD = 4096, 1 << 20, 256
-"""What the scripts `publish` and `bury_task` are told to keep."""
+REMEMBERED, KEPT_BYTES, KEPT_DEAD, PEERS, SILENT_MS = 4096, 1 << 20, 256, 1024, 600_000
+"""What the scripts `publish`, `bury_task` and `heartbeat` are told to keep."""
 BLOCK_MS = 500
 
 Task = dict[str, Any]
@@ -52,6 +52,7 @@ class Producer:
             raise Left(f"the scripts are of wire schema {index['schema']}")
         self.index = index["scripts"]
         self.texts = {script: (scripts / entry["file"]).read_bytes() for script, entry in self.index.items()}
+        self.record: dict[str, Any] = {}
         self.held: dict[bytes, Task] = {}
         self.lost_reply = False
         self.orders_after, self.heads_after = b"0-0", b"0-0"
@@ -119,9 +120,11 @@ class Producer:
         version = ".".join(str(part) for part in self.version)
         said = {"version": version, "published": self.published, "held": len(self.held)}
         peer = {"role": "producer", "host": socket.gethostname(), "pid": os.getpid(), "state": said}
-        self.call("heartbeat", self.name, self.beat_key, self.lease_ms, json.dumps(peer))
-        for entry in self.call("renew", self.name, self.beat_key, self.lease_ms, *self.held):
+        self.call("heartbeat", self.name, self.beat_key, self.lease_ms, json.dumps(peer), 1, PEERS, SILENT_MS)
+        lost, unknown = self.call("renew", self.name, self.beat_key, self.lease_ms, len(self.held), *self.held)
+        for entry in lost:
             self.held.pop(entry, None)
+        self.lost_reply = self.lost_reply or bool(unknown)
         self.look_at_head()
 
     def look_at_head(self) -> None:
@@ -163,7 +166,10 @@ class Producer:
             digest = hashlib.sha256(body).hexdigest()
             self.call("bury_task", self.name, entry, reason, digest, len(body), KEPT_BYTES, KEPT_DEAD)
             return False
-        self.held[entry] = {**task, "attempt": int(fields[b"attempt"]) + deliveries}
+        attempt = int(fields[b"attempt"]) + deliveries
+        if entry in self.held and self.held[entry]["attempt"] == attempt:
+            return False
+        self.held[entry] = {**task, "attempt": attempt}
         seconds, micros = self.ask("TIME")
         if seconds * 1000 + micros // 1000 > task["deadline"]:
             self.publish(entry, error="the deadline passed before a producer had a free slot")
@@ -227,7 +233,11 @@ class Producer:
     def mend(self, error: redis.ResponseError, give_up: float) -> None:
         """Do what helps against this error, or raise it."""
         if "GONE" in str(error):
-            raise Left("the run is gone") from error
+            if not self.record or self.ask("EXISTS", self.key("deleted")):
+                raise Left("the run is gone") from error
+            # Redis was emptied; the run's trainer puts it back.
+            self.wait(error, give_up)
+            return
         if "NOGROUP" in str(error):
             self.call("repair")
         elif isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import hashlib
-import importlib.util
 import json
 import re
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgpack
@@ -27,12 +25,11 @@ from broker.messages import SCHEMA, Group, GroupDelivery, StepEntry, Task, Traje
 from broker.validate import Limits
 from deploy.scripts import write_scripts
 from headrace.version import PolicyVersion
+from tests.foreign import PLAYER, foreign
 from tests.servers import RedisProcess
 from tests.support import make_task, wait_until
 
-ROOT = Path(__file__).parents[2]
-PLAYER = ROOT / "examples" / "foreign_producer.py"
-DOCUMENT = (ROOT / "docs" / "wire-protocol.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "wire-protocol.md").read_text()
 
 EXAMPLE_TASK = Task("train-17", "train", "arithmetic", 17, 4242, 2, PolicyVersion(1, 0), 1_767_225_600_000, 3)
 
@@ -65,16 +62,6 @@ EXAMPLE_GROUP = Group(
 )
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("foreign_producer", PLAYER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-foreign = load()
 Make = Callable[..., Any]
 
 
