@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from broker.messages import Group, GroupDelivery, StepEntry, Verdict
+from broker.messages import Group, GroupDelivery, StepEntry, Task, Verdict
 
 MAX_REASON = 200
 """Characters of a reason that are kept: reasons are counted by text in the balance sheet."""
@@ -64,6 +64,21 @@ def judge(group: Group) -> tuple[Verdict, str] | None:
     if not any(trajectory.loss_mask_T.any() for trajectory in group.trajectories):
         return "filtered", "no token was sampled"
     return None
+
+
+def failed(task: Task, reason: str) -> Group:
+    """What stands for the group of a task that has none."""
+    return Group(
+        task_id=task.task_id,
+        attempt=0,
+        kind=task.kind,
+        environment=task.environment,
+        index=task.index,
+        producer="",
+        trajectories=(),
+        outcome="failed",
+        error=reason,
+    )
 
 
 def entry(delivery: GroupDelivery, verdict: Verdict, reason: str = "") -> StepEntry:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from broker.messages import GroupDelivery, StepEntry, Verdict
+from broker.messages import GroupDelivery, StepEntry, Task, Verdict
 from consumers.asking import Admitter
 from consumers.batch import Batch
 from consumers.claim import Claim
 from consumers.evaluation import Sheet
-from consumers.ingest import SeenTasks, entry, judge
+from consumers.ingest import SeenTasks, entry, failed, judge
 from consumers.progress import Progress
 from headrace.errors import ServiceError
 
 MOST = 32
 """Groups taken at once."""
+LATE = "no producer finished it within its deadline"
 HOPELESS = 10
 """So many times the admission slots may fail in a row, without one usable group, before the run gives up."""
 
@@ -72,6 +73,22 @@ class Intake:
         self._seen.hold(group.task_id)
         self._batcher.add(delivery)
         self.arrived.set()
+
+    async def give_up(self, tasks: Sequence[Task]) -> None:
+        """Tasks that nobody finished in time fail by rule: their slots are free, a group that comes is superseded."""
+        for task in tasks:
+            if task.task_id in self._seen:
+                continue
+            delivery = GroupDelivery("", 0, failed(task, LATE))
+            if task.kind == "train":
+                await self._reject([(delivery, "failed", LATE)])
+                self._count_failures(("failed", LATE))
+                continue
+            if self.sheet is not None:
+                self.sheet.answers(delivery.group)
+            self._progress.event("failed", task=task.task_id, reason=LATE)
+            await self._port.settle(self._fence, [entry(delivery, "failed", LATE)])
+            self.arrived.set()
 
     async def form(self) -> Batch | None:
         """The next batch, when its groups are here; what has become stale is settled first."""

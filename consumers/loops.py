@@ -141,7 +141,7 @@ class TrainerLoops:
             peer = Peer(NAME, "trainer", socket.gethostname(), os.getpid(), True, self._state())
             await self._port.heartbeat(peer, LEASE_S)
             self._contact = time.monotonic()
-            await self._watch.look()
+            await self._intake.give_up(await self._watch.look())
             self._look_at_lines()
             await wait_for(self._over, LEASE_S / 4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from broker.api import Peer
+from broker.messages import Task
 from consumers.claim import Claim
 from consumers.muster import Muster
 from consumers.progress import Progress
@@ -20,6 +21,7 @@ class Watch:
         self._port = claim.port
         self._progress = progress
         self._troubles = troubles
+        self._grace_ms = round(config.producer.lease_s * 1000)
         self._limit_s = config.trainer.without_producers_s if config.trainer.without_producers == "end" else None
         self._muster = Muster(time.monotonic(), time.monotonic())
 
@@ -31,12 +33,19 @@ class Watch:
             return ""
         return f"no producer has played for this run for {missed_s:.0f} s (trainer.without_producers_s)"
 
-    async def look(self) -> None:
-        """Raises Fenced, BrokerUnavailable."""
+    async def look(self) -> list[Task]:
+        """Returns tasks that are overdue by more than a lease of a producer: whoever has them is stuck.
+
+        None while no producer is there at all: then they are not held by anybody, and the run waits for one.
+        Raises Fenced, BrokerUnavailable.
+        """
         peers = await self._port.peers()
         self._muster_producers(peers)
         books = self._claim.books
         self._progress.standing(books.retained.nbytes, self._port.mended, books.lost, peers)
+        if not any(peer.alive for peer in peers if peer.role == "producer"):
+            return []
+        return await self._port.overdue(self._grace_ms)
 
     def _muster_producers(self, peers: list[Peer]) -> None:
         alive = sum(peer.alive for peer in peers if peer.role == "producer")
