@@ -176,6 +176,10 @@ class Peer:
     def cpu(self) -> float:
         return sum(psutil.Process(self._process.pid).cpu_times()[:2])
 
+    def rss(self) -> float:
+        """Resident memory in bytes."""
+        return float(psutil.Process(self._process.pid).memory_info().rss)
+
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send(None)
@@ -204,9 +208,9 @@ def measure(tokens: int, repeats: int) -> Measured:
             server.stop()
 
 
-async def create(url: str) -> None:
+async def create(url: str, run_id: str = RUN_ID) -> None:
     runs = connect_runs(url)
-    await runs.create(record_of(RUN_ID))
+    await runs.create(record_of(run_id))
     await runs.close()
 
 
