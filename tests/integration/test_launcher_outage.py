@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+import redis
 
 from tests.servers import RedisProcess
 from tests.standins import Project, running, wait_until
@@ -16,8 +17,8 @@ SERVICES = ("trainer", "weights", "producer-1")
 
 
 def redis_of(project: Project) -> psutil.Process:
-    (redis,) = [child for child in project.processes() if "redis-server" in child.name()]
-    return redis
+    (server,) = [child for child in project.processes() if "redis-server" in child.name()]
+    return server
 
 
 def pids(project: Project) -> list[int]:
@@ -47,12 +48,12 @@ def test_a_redis_that_does_not_answer_is_waited_for_and_that_is_said(project: Pr
     project.hold()
     process = project.up()
     running(project)
-    before, redis = pids(project), redis_of(project)
-    redis.suspend()
+    before, server = pids(project), redis_of(project)
+    server.suspend()
     wait_until(lambda: project.happened("broker", "away") == 1, "it is said")
     os.kill(project.pid("producer-1"), signal.SIGKILL)
     wait_until(lambda: project.happened("producer-1", "died") == 1, "a producer dies meanwhile")
-    redis.resume()
+    server.resume()
     wait_until(lambda: project.happened("broker", "back") == 1, "it is back")
     wait_until(lambda: project.happened("producer-1", "joined") == 2, "the producer has a successor")
     names = [(line["part"], line["event"]) for line in project.events()]
@@ -69,14 +70,14 @@ def test_a_redis_that_does_not_answer_is_waited_for_and_that_is_said(project: Pr
 def test_a_redis_of_the_users_own_may_go_and_come_back(
     project: Project, redis_process: Callable[..., RedisProcess]
 ) -> None:
-    redis = redis_process()
+    server = redis_process()
     project.hold()
-    process = project.up(HEADRACE_REDIS_URL=redis.url)
+    process = project.up(HEADRACE_REDIS_URL=server.url)
     running(project)
     before = pids(project)
-    redis.kill()
+    server.kill()
     wait_until(lambda: project.happened("broker", "away") == 1, "it is said")
-    redis.start()
+    server.start()
     wait_until(lambda: project.happened("broker", "back") == 1, "it is back")
     project.let_go()
     _, err = process.communicate(timeout=100)
@@ -85,18 +86,37 @@ def test_a_redis_of_the_users_own_may_go_and_come_back(
     assert not any(project.happened(part, "died") for part in SERVICES)
 
 
+def test_a_redis_that_was_emptied_gets_the_run_back_from_its_trainer(
+    project: Project, redis_process: Callable[..., RedisProcess]
+) -> None:
+    server = redis_process()
+    project.hold()
+    process = project.up(HEADRACE_REDIS_URL=server.url)
+    running(project)
+    before = pids(project)
+    with redis.Redis.from_url(server.admin_url) as admin:
+        admin.flushall()
+        wait_until(lambda: bool(admin.keys("{hr:*}:record")), "the run is there again")
+    project.let_go()
+    _, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("", 0)
+    assert project.steps() == [1, 2, 3, 4]
+    assert pids(project) == before
+    assert not any(project.happened(part, "died") for part in SERVICES)
+
+
 def test_a_redis_that_stays_away_ends_the_run_with_a_sentence(
     project: Project, redis_process: Callable[..., RedisProcess]
 ) -> None:
-    redis = redis_process()
+    server = redis_process()
     project.hold()
     limits = ("--set", "broker.outage_s=4", "--set", "broker.connect_timeout_s=1")
-    process = project.up(*limits, HEADRACE_REDIS_URL=redis.url)
+    process = project.up(*limits, HEADRACE_REDIS_URL=server.url)
     running(project)
-    redis.kill()
+    server.kill()
     _, err = process.communicate(timeout=100)
     assert process.returncode == 3
-    assert f"Redis at 127.0.0.1:{redis.port} cannot be reached (Connection refused); gave up after 4 s" in err
+    assert f"Redis at 127.0.0.1:{server.port} cannot be reached (Connection refused); gave up after 4 s" in err
     assert project.happened("broker", "away") == 1
     assert project.processes() == []
 
@@ -104,11 +124,11 @@ def test_a_redis_that_stays_away_ends_the_run_with_a_sentence(
 def test_a_run_can_be_stopped_while_its_redis_is_away(
     project: Project, redis_process: Callable[..., RedisProcess]
 ) -> None:
-    redis = redis_process()
+    server = redis_process()
     project.hold()
-    process = project.up("--set", "broker.connect_timeout_s=1", HEADRACE_REDIS_URL=redis.url)
+    process = project.up("--set", "broker.connect_timeout_s=1", HEADRACE_REDIS_URL=server.url)
     running(project)
-    redis.kill()
+    server.kill()
     wait_until(lambda: project.happened("broker", "away") == 1, "it is said")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)

@@ -209,7 +209,8 @@ async def test_service_of_a_deleted_run_ends_with_a_sentence(
         await runs.delete(record.run_id)
         code, said = await ended(process)
     assert code == 3
-    assert said.splitlines()[-1].startswith(f"weights-{socket.gethostname()}-{process.pid}: there is no run")
+    name = f"weights-{socket.gethostname()}-{process.pid}"
+    assert said.splitlines()[-1].startswith(f"{name}: run {record.run_id!r} was deleted")
 
 
 @pytest.mark.parametrize(
