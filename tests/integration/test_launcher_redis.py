@@ -13,6 +13,7 @@ import pytest
 from deploy import redis_server
 from deploy.redis_server import RedisServer, find_binary
 from headrace.errors import ServiceError
+from tests.support import wait_here
 
 
 def ask(url: str, *lines: str) -> list[str]:
@@ -83,6 +84,29 @@ def test_its_data_survives_in_the_folder(end: Callable[[RedisServer], object], s
         assert ask(server.url, "GET key") == ["+OK", "kept"]
     finally:
         server.stop()
+
+
+def test_one_that_is_spawned_again_needs_no_room_for_its_configuration(server: RedisServer) -> None:
+    try:
+        server.start()
+        config, place = server.folder / "redis.conf", server.place
+        before = config.stat()
+        assert server.child is not None
+        server.child.kill()
+        server.child.close()
+        server.spawn()
+        assert (config.stat().st_ino, config.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+        assert server.place == place
+        wait_here(lambda: answers(server), "it answers on the port that it had")
+    finally:
+        server.stop()
+
+
+def answers(server: RedisServer) -> bool:
+    try:
+        return ask(server.url, "PING") == ["+OK", "+PONG"]
+    except OSError:
+        return False
 
 
 def test_stop_leaves_no_process_and_can_be_repeated(server: RedisServer) -> None:
