@@ -52,7 +52,7 @@ def test_configuration_and_launcher_import_no_torch(module: str) -> None:
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = headrace("--help", cwd=tmp_path)
     assert done.returncode == 0
-    for command in ("up", "scale", "status", "rollouts", "stop", "config", "prepare", "runs"):
+    for command in ("up", "scale", "status", "rollouts", "stop", "config", "prepare", "runs", "dead", "scripts"):
         assert f" {command} " in done.stdout
 
 
@@ -93,6 +93,10 @@ def test_usage_errors_are_clear(arguments: tuple[str, ...], sentence: str, tmp_p
         (("stop",), "no run is running in"),
         (("scale", "producer", "2"), "no run is running in"),
         (("runs", "delete", "gone"), "there is no run gone in"),
+        (("dead", "list"), "no run is running in"),
+        (("dead", "show", "x"), "'x' is no id of a dead letter (they look like 1767193502123-0)"),
+        (("dead", "replay"), "name the letters, or say --all; `headrace dead list` shows their ids"),
+        (("dead", "drop", "1-0", "--all"), "name the letters, or say --all"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
@@ -127,6 +131,20 @@ def test_config_shows_where_each_value_came_from(tmp_path: Path) -> None:
     assert found["config"]["trainer"]["clip_norm"] == 2.0
     assert found["origins"]["run.steps"] == "command line"
     assert found["origins"]["environments"] == "run.toml"
+
+
+def test_scripts_are_written_with_an_index(tmp_path: Path) -> None:
+    done = headrace("scripts", "a/b", cwd=tmp_path)
+    assert (done.stderr, done.returncode) == ("", 0)
+    index = json.loads((tmp_path / "a/b/scripts.json").read_text())
+    assert {f"{name}.lua" for name in index["scripts"]} == {file.name for file in (tmp_path / "a/b").glob("*.lua")}
+    assert index["key"] == "{hr:RUN}:NOUN"
+    (tmp_path / "file").touch()
+    refused = headrace("scripts", "file", cwd=tmp_path)
+    assert (refused.stderr, refused.returncode) == (
+        "headrace: scripts cannot be written into file: File exists\n",
+        7,
+    )
 
 
 def test_no_runs_is_an_empty_list(tmp_path: Path) -> None:
