@@ -56,6 +56,12 @@ class Player:
         self.reward: float | None = None
         """Of every rollout; then none has an advantage, and steps cost nothing. None depends on the tokens."""
         self.paused = False
+        self.behind = 0
+        """So many steps older is the version of the first half of each rollout's tokens."""
+        self.stops: set[str] = set()
+        """Tasks that it stops early, as too old."""
+        self.manifests: dict[PolicyVersion, bytes] = {}
+        """Of all versions that it saw."""
         self.ended = asyncio.Event()
 
     async def play(self) -> None:
@@ -72,6 +78,8 @@ class Player:
             if self.ended.is_set():
                 return
             version = await self.port.wait_head(version, 100)
+        if version not in self.manifests and (manifest := await self.port.manifest(version)):
+            self.manifests[version] = manifest
         group = self.group(delivery, version)
         assert await self.port.publish("player", delivery, group) == "published"
         self.answered.append(delivery)
@@ -86,6 +94,8 @@ class Player:
             "index": task.index,
             "producer": "player",
         }
+        if task.task_id in self.stops:
+            return Group(**common, trajectories=(), outcome="stale", error="lag 9", stopped_N=(40, 2, 0))
         if self.failing:
             return Group(**common, trajectories=(), outcome="failed", error="reward raised ValueError: no")
         members = tuple(
@@ -100,7 +110,14 @@ class Player:
         mask = np.arange(size) >= 4
         logprobs = np.where(mask, -5.55, 0).astype(np.float32)
         reward = float(tokens[-1] % 2) if self.reward is None else self.reward
-        return Trajectory(tokens, logprobs, mask, (VersionSpan(4, size, version),), reward, "stop")
+        middle = 4 + self.completion // 2
+        old = PolicyVersion(version.incarnation, max(self._first(version), version.step - self.behind))
+        spans = (VersionSpan(4, middle, old), VersionSpan(middle, size, version, "kept"))
+        return Trajectory(tokens, logprobs, mask, spans, reward, "stop")
+
+    def _first(self, version: PolicyVersion) -> int:
+        """Of the versions of its incarnation that it saw."""
+        return min(known.step for known in (*self.manifests, version) if known.incarnation == version.incarnation)
 
 
 class Trainers:
