@@ -64,14 +64,14 @@ async def chaos(
         await _strike(world, plan, verdict, minutes, say)
         await _end(world)
         await _judge(world, verdict, say, replay)
+        verdict.wrong += checks.left_over(world.record.run_id)
     except (AssertionError, TimeoutError, HeadraceError) as error:
         verdict.wrong.append(str(error) or traceback.format_exc())
         world.log("failed", reason=verdict.wrong[-1])
     finally:
         verdict.wrong += checks.exits_wrong(world.fleet.surprises) + checks.logs_wrong(world.fleet.logs)
-        await world.close()
-        verdict.wrong += checks.left_over(world.record.run_id)
         verdict.losses = world.losses
+        await world.close()
     return verdict
 
 

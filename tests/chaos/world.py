@@ -25,6 +25,7 @@ from tests.chaos.processes import Fleet
 from tests.chaos.proxy import Proxy
 from tests.chaos.server import Server
 from tests.tiny import save_tiny_llama
+from weightsync.arena import Arena
 
 PRODUCERS = 2
 LEASE_S = 1.0
@@ -184,3 +185,5 @@ class World:
         self.server.crash()
         self.archive.close()
         self.journal.close()
+        # What killed processes leave in shared memory, a later run's service removes; here comes none.
+        Arena().sweep(self.record.run_id)
