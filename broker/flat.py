@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,13 +22,16 @@ FINISH: tuple[FinishReason, ...] = ("stop", "length", "abort")
 KV: tuple[KvState, ...] = ("kept", "fresh")
 CORRECT: tuple[bool | None, ...] = (False, True, None)
 LONG_RUN = 64
-"""Tokens; from this mean length on, runs are copied one by one, below they are gathered through the mask."""
+"""Tokens; from this mean length on, runs are copied one by one, below they are scattered through the mask."""
+_FINISH_INDEX = {finish: index for index, finish in enumerate(FINISH)}
+_KV_INDEX = {kv: index for index, kv in enumerate(KV)}
+_CORRECT_INDEX = {correct: index for index, correct in enumerate(CORRECT)}
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Ints = Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FlatGroup:
     """N trajectories with T tokens together, of which M were sampled, in S version spans and R mask runs."""
 
@@ -62,23 +65,23 @@ class FlatGroup:
 
 def flatten(group: Group) -> FlatGroup:
     """Raises WireError when arrays of one trajectory differ in length."""
+    lengths: list[int] = []
+    runs: list[int] = []
+    spans: list[int] = []
+    sampled: list[Float32] = []
+    for member in group.trajectories:
+        mask_T, logprobs_T = member.loss_mask_T.astype(np.bool_, copy=False), member.logprobs_T
+        length = len(mask_T)
+        if not length == len(member.token_ids_T) == len(logprobs_T):
+            raise _unequal(group)
+        lengths.append(length)
+        own = runs_of(mask_T)
+        runs += own
+        sampled += parts_of(logprobs_T, mask_T, own)
+        for span in member.spans:
+            incarnation, step = span.version
+            spans += (span.start, span.end, incarnation, step, _KV_INDEX[span.kv])
     members = group.trajectories
-    lengths = [len(member.token_ids_T) for member in members]
-    for number, (tokens, member) in enumerate(zip(lengths, members, strict=True)):
-        logprobs, mask = len(member.logprobs_T), len(member.loss_mask_T)
-        if not tokens == logprobs == mask:
-            raise WireError(
-                f"group of task {group.task_id}: trajectory {number} has {tokens} token ids, {logprobs} log-probs "
-                f"and a loss mask of {mask}; all must have one entry per token"
-            )
-    mask_T = _joined([member.loss_mask_T for member in members], np.bool_)
-    runs = runs_of(mask_T)
-    spans = [
-        number
-        for member in members
-        for span in member.spans
-        for number in (span.start, span.end, *span.version, KV.index(span.kv))
-    ]
     return FlatGroup(
         task_id=group.task_id,
         attempt=group.attempt,
@@ -93,13 +96,13 @@ def flatten(group: Group) -> FlatGroup:
         seconds=group.seconds,
         lengths_N=lengths,
         token_ids_T=_joined([member.token_ids_T for member in members], np.int32),
-        logprobs_M=gathered(_joined([member.logprobs_T for member in members], np.float32), mask_T, runs),
+        logprobs_M=_joined(sampled, np.float32),
         mask_runs_R=runs,
         span_counts_N=[len(member.spans) for member in members],
         spans_5S=spans,
         rewards_N=[member.reward for member in members],
-        finish_N=[FINISH.index(member.finish_reason) for member in members],
-        correct_N=[CORRECT.index(member.correct) for member in members],
+        finish_N=[_FINISH_INDEX[member.finish_reason] for member in members],
+        correct_N=[_CORRECT_INDEX[member.correct] for member in members],
     )
 
 
@@ -108,24 +111,16 @@ def unflatten(flat: FlatGroup) -> Group:
     token_ids_T = flat.token_ids_T.astype(np.int32, copy=False)
     logprobs_T, mask_T = scattered(flat.logprobs_M, flat.mask_runs_R)
     spans = _spans(flat.spans_5S)
-    trajectories = tuple(
-        Trajectory(
-            token_ids_T=token_ids_T[start:end],
-            logprobs_T=logprobs_T[start:end],
-            loss_mask_T=mask_T[start:end],
-            spans=tuple(spans[first:last]),
-            reward=reward,
-            finish_reason=FINISH[finish],
-            correct=CORRECT[correct],
-        )
-        for (start, end), (first, last), reward, finish, correct in zip(
-            pairwise(accumulate(flat.lengths_N, initial=0)),
-            pairwise(accumulate(flat.span_counts_N, initial=0)),
-            flat.rewards_N,
-            flat.finish_N,
-            flat.correct_N,
-            strict=True,
-        )
+    bounds = [*pairwise(accumulate(flat.lengths_N, initial=0))]
+    trajectories = map(
+        Trajectory,
+        [token_ids_T[start:end] for start, end in bounds],
+        [logprobs_T[start:end] for start, end in bounds],
+        [mask_T[start:end] for start, end in bounds],
+        [tuple(islice(spans, count)) for count in flat.span_counts_N],
+        flat.rewards_N,
+        map(FINISH.__getitem__, flat.finish_N),
+        map(CORRECT.__getitem__, flat.correct_N),
     )
     return Group(
         task_id=flat.task_id,
@@ -134,7 +129,7 @@ def unflatten(flat: FlatGroup) -> Group:
         environment=flat.environment,
         index=flat.index,
         producer=flat.producer,
-        trajectories=trajectories,
+        trajectories=tuple(trajectories),
         failures=flat.failures,
         outcome=flat.outcome,
         error=flat.error,
@@ -144,12 +139,16 @@ def unflatten(flat: FlatGroup) -> Group:
 
 
 def runs_of(mask_T: Bool) -> list[int]:
-    """Run lengths of a mask, the first run being of False: [F, F, T] is [2, 1], [T] is [0, 1], [] is []."""
-    if not len(mask_T):
-        return []
+    """Run lengths of a mask in pairs: not sampled, sampled. [F, F, T] is [2, 1], [T, F] is [0, 1, 1, 0], [] is []."""
+    raw = mask_T.tobytes()
+    first = raw.find(1)
+    if first >= 0 and raw.find(0, first) < 0:
+        # A prompt and then sampled tokens: nearly all are so.
+        return [first, len(raw) - first]
     changes = (np.flatnonzero(mask_T[1:] != mask_T[:-1]) + 1).tolist()
-    bounds = [0, 0] if mask_T[0] else [0]
-    return [end - start for start, end in pairwise((*bounds, *changes, len(mask_T)))]
+    bounds = [0, 0] if first == 0 else [0]
+    runs = [end - start for start, end in pairwise((*bounds, *changes, len(raw)))] if raw else []
+    return [*runs, 0] if len(runs) % 2 else runs
 
 
 def mask_of(runs_R: Ints) -> Bool:
@@ -164,15 +163,15 @@ def sampled_runs(runs_R: Ints) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-def gathered(values_T: npt.NDArray[Scalar], mask_T: Bool, runs_R: Ints) -> npt.NDArray[Scalar]:
+def parts_of(values_T: Float32, mask_T: Bool, runs_R: Ints) -> list[Float32]:
     """The values where the mask, whose runs these are, is True."""
-    if len(runs_R) * LONG_RUN > len(mask_T):
-        return values_T[mask_T]
-    return np.concatenate([values_T[start:end] for start, end in sampled_runs(runs_R)] or [values_T[:0]])
+    if len(runs_R) == 2:
+        return [values_T[runs_R[0] :]]
+    return [values_T[mask_T]]
 
 
 def scattered(values_M: Float32, runs_R: Ints) -> tuple[Float32, Bool]:
-    """The inverse of `gathered`, with 0 where the mask is False; and the mask."""
+    """The inverse of `parts_of`, joined, with 0 where the mask is False; and the mask."""
     tokens = sum(runs_R)
     values_T = np.zeros(tokens, np.float32)
     if len(runs_R) * LONG_RUN > tokens:
@@ -201,18 +200,25 @@ def sampled_before(runs_R: Ints, positions_P: Iterable[int]) -> list[int]:
     return counts
 
 
-def _spans(numbers_5S: Ints) -> list[VersionSpan]:
+def _spans(numbers_5S: Ints) -> Iterator[VersionSpan]:
     """Spans of one version share the object: a group has few versions."""
-    columns = [iter(numbers_5S)] * 5
-    versions: dict[tuple[int, int], PolicyVersion] = {}
-    spans = []
-    for start, end, incarnation, step, kv in zip(*columns, strict=True):
-        version = versions.get((incarnation, step))
-        if version is None:
-            version = versions[incarnation, step] = PolicyVersion(incarnation, step)
-        spans.append(VersionSpan(start, end, version, KV[kv]))
-    return spans
+    keys = [*zip(numbers_5S[2::5], numbers_5S[3::5], strict=True)]
+    versions = {key: PolicyVersion(*key) for key in set(keys)}
+    kvs = map(KV.__getitem__, numbers_5S[4::5])
+    return map(VersionSpan, numbers_5S[::5], numbers_5S[1::5], map(versions.__getitem__, keys), kvs)
+
+
+def _unequal(group: Group) -> WireError:
+    sizes = ((len(one.token_ids_T), len(one.logprobs_T), len(one.loss_mask_T)) for one in group.trajectories)
+    number, (tokens, logprobs, mask) = next(pair for pair in enumerate(sizes) if len(set(pair[1])) > 1)
+    return WireError(
+        f"group of task {group.task_id}: trajectory {number} has {tokens} token ids, {logprobs} log-probs "
+        f"and a loss mask of {mask}; all must have one entry per token"
+    )
 
 
 def _joined(arrays: list[npt.NDArray[Scalar]], dtype: type[Scalar]) -> npt.NDArray[Scalar]:
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
+    if not arrays:
+        return np.zeros(0, dtype)
+    joined = np.concatenate(arrays)
+    return joined if joined.dtype == dtype else joined.astype(dtype)
