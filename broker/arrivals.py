@@ -27,11 +27,13 @@ class Arrival:
     body: bytes
     dead: str = ""
     """Set by the broker where the task itself went to `dead`, with the reason; there is no body then."""
+    lost: str = ""
+    """As `dead`, where Redis lost the group and the trainer had it."""
 
     def group(self, limits: Limits) -> Group:
         """Decode and validate. Raises WireError with the reason."""
-        if self.dead:
-            raise WireError(self.dead)
+        if self.dead or self.lost:
+            raise WireError(self.dead or self.lost)
         if len(self.body) > MAX_GROUP_BYTES:
             raise WireError(
                 f"an entry of {len(self.body)} bytes, more than the {MAX_GROUP_BYTES} that a group may have"

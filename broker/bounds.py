@@ -8,6 +8,8 @@ KEEP_SETTLED = 64
 """Settled groups that stay readable for `headrace rollouts`."""
 KEEP_ENDED_MS = 7 * 24 * 3600 * 1000
 """An ended run leaves the broker after this long."""
+KEEP_DELETED_MS = 3600 * 1000
+"""That a run was deleted is remembered this long."""
 MAX_DEAD = 256
 """Entries of stream `dead`."""
 MAX_DEAD_BYTES = 1 << 20
@@ -15,6 +17,8 @@ MAX_DEAD_BYTES = 1 << 20
 MAX_STEPS = 8192
 """Step records: many times what lies between two checkpoints."""
 MAX_ORDERS = 1024
+MAX_PEERS = 1024
+"""Services that are remembered, unless more are alive at once."""
 MAX_HEADS = 256
 MAX_REASONS = 512
 """Fields of a balance sheet; further reasons are counted together."""

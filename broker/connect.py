@@ -62,4 +62,7 @@ async def open_run(url: str, run_id: str) -> tuple[RunRecord, Config, Run]:
     finally:
         await asking.close()
     config = stored(record.config)
-    return record, config, connect_run(url, run_id, config.broker)
+    run = connect_run(url, run_id, config.broker)
+    # A run that this connection has seen may come back when Redis loses it; one that it has not is refused.
+    await run.record()
+    return record, config, run

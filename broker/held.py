@@ -45,6 +45,9 @@ class Held:
             self.nbytes -= self._readable.popleft()
         return stood_in
 
+    def has_stand_in(self, task_id: str) -> bool:
+        return task_id in self.stand_ins
+
     def clear(self) -> None:
         for kept in (self.tasks, self.entries, self.stand_ins, self._sizes, self._readable):
             kept.clear()

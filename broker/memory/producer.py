@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from broker.api import Hello, Published
 from broker.arrivals import Arrival
 from broker.codec import encode_group
 from broker.identity import difference
-from broker.leases import Expired, Poison, judge
+from broker.leases import Expired, Poison, Taken, judge
 from broker.memory.service import MemoryService
 from broker.memory.store import NOBODY, RunStore, now_ms
 from broker.messages import Group, TaskDelivery
@@ -33,9 +35,8 @@ class MemoryProducer(MemoryService):
         if count < 1:
             return []
         store = self.store
-        self._beat(producer)
         deliveries = []
-        for taken in await store.wait(lambda: store.take(producer, count), block_ms):
+        for taken in await self._taken(producer, count, block_ms):
             judged = judge(taken, producer, self._max_deliveries, now_ms())
             if isinstance(judged, Poison):
                 store.bury_task(producer, taken.entry_id, judged.reason)
@@ -44,6 +45,16 @@ class MemoryProducer(MemoryService):
             else:
                 deliveries.append(judged)
         return deliveries
+
+    async def _taken(self, producer: str, count: int, block_ms: int) -> list[Taken]:
+        """One who waits looks twice a lease whether another's has run out."""
+        store, end = self.store, time.monotonic() + block_ms / 1000
+        while True:
+            self._beat(producer)
+            left_ms = max(0.0, 1000 * (end - time.monotonic()))
+            taken = await store.wait(lambda: store.take(producer, count), min(left_ms, 500 * self._lease_s))
+            if taken or left_ms == 0 or store.gone:
+                return taken
 
     async def renew(self, producer: str, entry_ids: list[str]) -> list[str]:
         if self.store.alive(producer):

@@ -95,7 +95,7 @@ class RunStore:
         self._last_id += 1
         return f"{self._last_id}-0"
 
-    async def wait(self, ready: Callable[[], T], block_ms: int) -> T:
+    async def wait(self, ready: Callable[[], T], block_ms: float) -> T:
         """What `ready` answers as soon as that is something, at the latest after `block_ms`."""
         end = time.monotonic() + block_ms / 1000
         while True:

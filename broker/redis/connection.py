@@ -1,26 +1,26 @@
-"""The connection to Redis: bounded waits, retries with jittered backoff, and errors as sentences without secrets."""
+"""The connection to Redis: bounded waits, retries with jittered backoff, and whether it is still the same server."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import re
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import redis.asyncio as aioredis
 from redis import exceptions
-from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from broker.redis.address import parts_of
+from broker.redis.failures import worth_waiting
 from broker.redis.scripts import scripts
 from headrace.config import BrokerConfig
-from headrace.errors import BrokerUnavailable, ConfigError
+from headrace.errors import BrokerUnavailable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -28,20 +28,14 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 32
 """Of one service to Redis; each blocking read holds one."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.02, 1.0
+SAY_AGAIN_S = 10.0
+"""An outage that lasts is said this often."""
 READ_MARGIN_S = 5.0
 """A reply may come this much later than the longest block."""
+_SERVER = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 
-_URL_PARTS = {"connection_class", "username", "password", "host", "port", "path", "db"}
-_TLS_PARAMETERS = {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
-
-_REFUSALS: tuple[tuple[type[exceptions.RedisError] | tuple[type[exceptions.RedisError], ...], str], ...] = (
-    ((exceptions.AuthenticationError, exceptions.AuthorizationError), "refuses the user or the password of the URL"),
-    (exceptions.NoPermissionError, "does not allow the user of the URL what headrace needs"),
-    (exceptions.ReadOnlyError, "is a read-only replica; name its primary in the URL"),
-)
-
-_MISCONF = re.compile(r"MISCONF (?:Errors writing to the AOF file: )?([^.]*)")
-"""Redis refuses writes while its disk does; in a script's error it stands after the script's name."""
+OnFailure = Callable[[exceptions.RedisError], Awaitable[str | None]]
+"""Looks at what Redis answered: None leaves it, "" says that it is mended, a sentence that it may pass by waiting."""
 
 
 class Connection:
@@ -49,19 +43,23 @@ class Connection:
 
     def __init__(self, url: str, config: BrokerConfig) -> None:
         """Raises ConfigError for a URL that is none, or has parameters that headrace does not take."""
-        parts = _parts_of(url)
+        parts = parts_of(url)
         self.place = str(parts.get("path") or f"{parts.get('host', 'localhost')}:{parts.get('port', 6379)}")
         """Host and port, for people."""
         self.block_ms = config.stream_block_ms
         """Longest block of one read."""
-        self._patience_s = config.connect_timeout_s
-        self._hasty_s = config.connect_timeout_s
+        self.epoch = 0
+        """Counts up whenever Redis may have lost writes: it was started anew, or emptied."""
+        self._connect_s, self._outage_s = config.connect_timeout_s, config.outage_s
+        self._hasty = False
+        self._reached = False
         pool = aioredis.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
             timeout=config.connect_timeout_s,
             socket_timeout=config.stream_block_ms / 1000 + READ_MARGIN_S,
             socket_connect_timeout=config.connect_timeout_s,
+            redis_connect_func=self._greet,
             # A path is a socket of this machine, which needs no probes and takes no option for them.
             **({} if "path" in parts else {"socket_keepalive": True}),
             # Large enough that a group comes in few reads.
@@ -74,38 +72,46 @@ class Connection:
         self._client: Any = aioredis.Redis.from_pool(pool)
         self._ready = False
         self._readying = asyncio.Lock()
+        self._server = b""
+        self._known: WeakSet[Any] = WeakSet()
+        """Sockets that were open before, each at most `MAX_CONNECTIONS` times anew."""
+        self._said: dict[str, float] = {}
 
-    async def call(
-        self,
-        send: Callable[[], Awaitable[T]],
-        *,
-        on_failure: Callable[[exceptions.RedisError], Awaitable[bool]] | None = None,
-    ) -> T:
+    def hasten(self) -> None:
+        """From now on an outage is waited for no longer than `connect_timeout_s`."""
+        self._hasty = True
+
+    async def call(self, send: Callable[[], Awaitable[T]], *, on_failure: OnFailure | None = None) -> T:
         """Await `send` until it has an answer. It must be harmless to repeat.
 
-        Connections that fail, and a Redis that is full or loading, are tried again for `connect_timeout_s` with
-        backoff and jitter; then BrokerUnavailable. `on_failure` may mend what Redis answered, and returns True to
-        try again; what it leaves is raised.
+        Connections that fail, and a Redis that is full or loading, are tried again with backoff and jitter: for
+        `connect_timeout_s` where Redis was never reached or the service is leaving, else for `outage_s`; then
+        BrokerUnavailable.
         """
-        give_up: float | None = None
+        since: float | None = None
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
                 if not self._ready:
                     await self._make_ready()
-                return await send()
+                answer = await send()
             except exceptions.NoScriptError:
                 self._ready = False
-                failure: Exception = BrokerUnavailable(f"Redis at {self.place} forgets its scripts")
+                sentence = f"Redis at {self.place} forgets its scripts"
             except exceptions.RedisError as error:
-                failure = error if on_failure and await on_failure(error) else self._judge(error)
+                sentence = await self._look_at(error, on_failure)
+            else:
+                self._back(since)
+                return answer
             now = time.monotonic()
-            if give_up is None:
-                give_up = now + self._patience_s
-                log.warning("%s; trying again for %g s", self._sentence(failure), self._patience_s)
-            elif now >= give_up:
-                raise BrokerUnavailable(f"{self._sentence(failure)}; gave up after {self._patience_s:g} s")
-            await asyncio.sleep(min(backoff_s, give_up - now + 0.01) * random.uniform(0.5, 1.0))
+            since = now if since is None else since
+            left_s = since + self._patience_s - now
+            if left_s <= 0:
+                raise BrokerUnavailable(
+                    f"{sentence or self.place + ' keeps failing'}; gave up after {self._patience_s:g} s"
+                )
+            self._say(sentence, now - since)
+            await asyncio.sleep(min(backoff_s, left_s + 0.01) * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     async def execute(self, *command: Any) -> Any:
@@ -120,21 +126,39 @@ class Connection:
             answers: list[Any] = await pipeline.execute()
         return answers
 
-    def hasten(self) -> None:
-        """From now on an outage is waited for no longer than `connect_timeout_s`."""
-        self._patience_s = self._hasty_s
-
     async def close(self) -> None:
         await self._client.aclose(close_connection_pool=True)
 
+    @property
+    def _patience_s(self) -> float:
+        return self._outage_s if self._reached and not self._hasty else self._connect_s
+
+    async def _greet(self, socket: Any) -> None:
+        """A connection is opened, perhaps to a server that was started anew since the last one."""
+        await socket.on_connect()
+        await socket.send_command("INFO", "server")
+        try:
+            found = _SERVER.search(await socket.read_response())
+        except exceptions.NoPermissionError:
+            found = None
+        server = found[1] if found else b""
+        # Where Redis does not say who it is, a connection that broke may mean anything.
+        anew = server != self._server if server else socket in self._known
+        if anew and (self._server or not server):
+            log.warning("Redis at %s was started anew; what it lost is looked for", self.place)
+            self.epoch += 1
+            self._ready = False
+        self._server = server
+        self._known.add(socket)
+
     async def _make_ready(self) -> None:
-        """Check the server and load the scripts, once per connection and once more after it forgot them."""
+        """Check the server and load the scripts, once per server and once more after it forgot them."""
         async with self._readying:
             if self._ready:
                 return
             await self._check_policy()
             await self.execute_all([("SCRIPT LOAD", script.text) for script in scripts().values()])
-            self._ready = True
+            self._ready = self._reached = True
 
     async def _check_policy(self) -> None:
         try:
@@ -149,68 +173,19 @@ class Connection:
                 "set it to noeviction"
             )
 
-    def _judge(self, error: exceptions.RedisError) -> exceptions.RedisError:
-        """The error itself when it is worth another try. Raises BrokerUnavailable when it is not."""
-        for kinds, sentence in _REFUSALS:
-            if isinstance(error, kinds):
-                raise BrokerUnavailable(f"Redis at {self.place} {sentence}") from None
-        text = str(error)
-        if text.startswith(("NOAUTH", "WRONGPASS")):
-            raise BrokerUnavailable(f"Redis at {self.place} {_REFUSALS[0][1]}") from None
-        again = (
-            exceptions.ConnectionError,
-            exceptions.TimeoutError,
-            exceptions.BusyLoadingError,
-            exceptions.OutOfMemoryError,
-            exceptions.TryAgainError,
-        )
-        if isinstance(error, again) or text.startswith(("OOM", "MASTERDOWN", "CLUSTERDOWN")) or "-OOM" in text:
-            return error
-        if _MISCONF.search(text):
-            return error
-        raise BrokerUnavailable(f"Redis at {self.place} answered: {text}") from error
+    async def _look_at(self, error: exceptions.RedisError, on_failure: OnFailure | None) -> str:
+        """The sentence of an outage; empty for what is mended already. Raises BrokerUnavailable for all else."""
+        sentence = await on_failure(error) if on_failure else None
+        return worth_waiting(error, self.place) if sentence is None else sentence
 
-    def _sentence(self, failure: Exception) -> str:
-        if isinstance(failure, BrokerUnavailable):
-            return str(failure)
-        text = str(failure)
-        if found := _MISCONF.search(text):
-            return f"Redis at {self.place} cannot write to its disk ({found[1]})"
-        if "OOM" in text or isinstance(failure, exceptions.OutOfMemoryError):
-            return f"Redis at {self.place} is full (maxmemory)"
-        if isinstance(failure, exceptions.BusyLoadingError):
-            return f"Redis at {self.place} is loading its data"
-        if isinstance(failure, exceptions.TimeoutError):
-            return f"Redis at {self.place} does not answer in time"
-        if isinstance(failure, exceptions.ConnectionError):
-            return f"Redis at {self.place} cannot be reached ({_cause(failure)})"
-        return f"Redis at {self.place} answered: {text}"
+    def _say(self, sentence: str, lasted_s: float) -> None:
+        """Once for all calls that wait, and then now and again."""
+        now = time.monotonic()
+        if sentence and now - self._said.get(sentence, -SAY_AGAIN_S) >= SAY_AGAIN_S:
+            self._said = {text: at for text, at in self._said.items() if now - at < SAY_AGAIN_S} | {sentence: now}
+            log.warning("%s; waiting for it, %.0f s so far, %g s at most", sentence, lasted_s, self._patience_s)
 
-
-def _parts_of(url: str) -> dict[str, Any]:
-    """What the client reads from a URL, where a parameter wins over what the code sets (timeouts, protocol)."""
-    try:
-        parts = dict(parse_url(url))
-    except ValueError:
-        # Without its cause, which quotes the URL: a password with an unescaped "/" or "#" is read as a port.
-        raise ConfigError(
-            "the Redis URL must look like redis://[user:password@]host[:port][/db], rediss://… or unix://path, "
-            "with special characters of a password percent-encoded"
-        ) from None
-    known = _URL_PARTS | (_TLS_PARAMETERS if url.startswith("rediss:") else set())
-    if unknown := sorted(parts.keys() - known):
-        raise ConfigError(
-            f"the Redis URL has the parameter {unknown[0]!r}, which headrace does not take; leave it out "
-            f"(with rediss:// it takes {', '.join(sorted(_TLS_PARAMETERS))})"
-        )
-    return parts
-
-
-def _cause(error: Exception) -> str:
-    """What the operating system says, without the client's own wrapping."""
-    root: BaseException | None = error
-    while root is not None and not isinstance(root, OSError):
-        root = root.__cause__ or root.__context__
-    if isinstance(root, OSError) and root.errno and not isinstance(root, socket.gaierror):
-        return os.strerror(root.errno)
-    return (isinstance(root, OSError) and root.strerror) or "connection lost"
+    def _back(self, since: float | None) -> None:
+        if since is not None and self._said:
+            self._said.clear()
+            log.warning("Redis at %s answers again after %.1f s", self.place, time.monotonic() - since)

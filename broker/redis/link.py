@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from redis import exceptions
 
@@ -13,9 +13,10 @@ from broker.api import Fence, Reign, RunRecord
 from broker.bounds import MAX_REIGNS
 from broker.keys import Keys
 from broker.redis.connection import Connection
+from broker.redis.failures import worth_waiting
 from broker.redis.records import decode_record
 from broker.redis.scripts import scripts
-from headrace.errors import BrokerUnavailable, Fenced, Refused
+from headrace.errors import Fenced, Refused
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -27,6 +28,12 @@ Entry = tuple[str, Fields]
 _FENCED = re.compile(r"FENCED (\d+)")
 
 
+class Mends(Protocol):
+    async def whole(self) -> None:
+        """Put right what Redis lost since the last time; it is the trainer's port that can."""
+        ...
+
+
 class Link:
     """The connection of one service to one run."""
 
@@ -36,6 +43,8 @@ class Link:
         self._record: RunRecord | None = None
         self.reigns: dict[int, Reign] = {}
         """What is known of the hash `reigns`, and of what this service published itself."""
+        self.mends: Mends | None = None
+        """Of the trainer's port."""
 
     @property
     def run_id(self) -> str:
@@ -74,6 +83,17 @@ class Link:
         """One command."""
         return await self.call(lambda: self.connection.execute(*command))
 
+    async def ask(self, *command: Any) -> list[Any]:
+        """One command whose first answer is never missing as long as the run is there."""
+
+        async def send() -> list[Any]:
+            answers: list[Any] = await self.connection.execute(*command)
+            if answers[0] is None:
+                raise exceptions.ResponseError("GONE")
+            return answers
+
+        return await self.call(send)
+
     async def pipeline(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Several commands in one round trip, not as a transaction."""
         return await self.call(lambda: self.connection.execute_all(commands))
@@ -85,41 +105,69 @@ class Link:
         return ("EVALSHA", script.sha, len(script.keys), *map(self.keys.of, script.keys), *right, *args)
 
     async def call(self, send: Callable[[], Awaitable[T]]) -> T:
-        return await self.connection.call(send, on_failure=self._on_failure)
+        async def attempt() -> T:
+            await self.whole()
+            return await send()
+
+        return await self.connection.call(attempt, on_failure=self.on_failure)
+
+    async def whole(self) -> None:
+        """Return once Redis has what this service knows of the run, where it is one that knows."""
+        if self.mends is not None:
+            await self.mends.whole()
 
     def block_ms(self, wanted: int) -> int:
         """A block that Redis accepts: 0 would wait for ever, and more than the configured one is cut by the socket."""
         return max(1, min(wanted, self.connection.block_ms))
 
-    async def _on_failure(self, error: exceptions.RedisError) -> bool:
+    async def on_failure(self, error: exceptions.RedisError) -> str | None:
+        """What a `call` of this run does about an answer of Redis, as `Connection.call` asks it."""
         if not isinstance(error, exceptions.ResponseError):
-            return False
+            return None
         text = str(error)
         if "GONE" in text:
-            raise self.gone() from None
+            return await self._vanished()
+        if "DELETED" in text:
+            raise self._was_deleted() from None
         if fenced := _FENCED.search(text):
             raise Fenced(
                 f"run {self.run_id} now belongs to the trainer of incarnation {fenced.group(1)}; "
                 "this one may change nothing"
             ) from None
         # A read that waited when its stream went is answered UNBLOCKED by Redis 7, NOGROUP by others.
-        if "NOGROUP" in text or "UNBLOCKED" in text:
-            log.warning("run %s: a consumer group is missing at Redis at %s; making it anew", self.run_id, self.place)
-            await self._repair()
-            return True
-        return False
+        if any(word in text for word in ("NOGROUP", "UNBLOCKED", "no such key")):
+            return await self._repair()
+        return None
 
-    async def _repair(self) -> None:
-        command = self.evalsha("repair")
+    async def _vanished(self) -> str:
+        """The run is not there. Raises Refused when it never was, or was deleted; else its trainer puts it back."""
+        if self._record is None:
+            raise self.gone() from None
         try:
-            await self.connection.execute(*command)
+            deleted = await self.connection.execute("EXISTS", self.keys.of("deleted"))
+        except exceptions.RedisError as error:
+            return worth_waiting(error, self.place)
+        if deleted:
+            raise self._was_deleted() from None
+        self.connection.epoch += 1
+        if self.mends is None:
+            return f"run {self.run_id} has vanished from Redis at {self.place}, and its trainer has yet to put it back"
+        await self.mends.whole()
+        return ""
+
+    async def _repair(self) -> str:
+        """Make the consumer groups anew: their streams may have been emptied."""
+        log.warning("run %s: a consumer group is missing at Redis at %s; making it anew", self.run_id, self.place)
+        try:
+            await self.connection.execute(*self.evalsha("repair"))
         except exceptions.ResponseError as error:
             if "GONE" in str(error):
-                raise self.gone() from None
-            raise BrokerUnavailable(f"Redis at {self.place} answered: {error}") from error
+                return await self._vanished()
+            return worth_waiting(error, self.place)
         except exceptions.RedisError as error:
-            # The call that failed is tried again, and finds the same.
-            log.warning("run %s: the consumer groups could not be made anew: %s", self.run_id, error)
+            return worth_waiting(error, self.place)
+        self.connection.epoch += 1
+        return ""
 
     @property
     def place(self) -> str:
@@ -130,6 +178,9 @@ class Link:
         return Refused(
             f"there is no run {self.run_id!r} in Redis at {self.place}; `headrace runs list` shows those that are"
         )
+
+    def _was_deleted(self) -> Refused:
+        return Refused(f"run {self.run_id!r} was deleted from Redis at {self.place}")
 
 
 def entries_of(reply: Any) -> list[Entry]:

@@ -26,7 +26,20 @@ class RedisOperator(RedisService):
         self._finished_from: str | None = None
 
     async def balance(self) -> list[Balance]:
-        sheet, rows = await self._link.script("balance")
+        found = await self._balance()
+        if self._link.mends is not None and not all(sheet.closed for sheet in found):
+            # Entries were deleted by hand: as if Redis had lost them.
+            self._link.connection.epoch += 1
+            found = await self._balance()
+        return found
+
+    async def _balance(self) -> list[Balance]:
+        while True:
+            epoch = self._link.connection.epoch
+            sheet, rows = await self._link.script("balance")
+            if epoch == self._link.connection.epoch:
+                break
+            # It was this call that found Redis started anew: the trainer's port has something to put right first.
         counts = {text(name): int(value) for name, value in zip(sheet[::2], sheet[1::2], strict=True)}
         outstanding = {text(kind): int(number) for kind, number in rows}
         return balances(get_args(TaskKind), counts, outstanding)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from broker.api import Hello, Published
@@ -25,10 +27,14 @@ class RedisProducer(RedisService):
         super().__init__(link)
         self._max_deliveries = max_deliveries
         self._outbox = Outbox(link)
-        self._holding: set[str] = set()
-        """Entry ids that `take` handed out and nothing has ended: at most what the caller holds."""
+        self._holding: dict[str, int] = {}
+        """Entry id to attempt of what `take` handed out and nothing has ended: at most what the caller holds."""
         self._take_lost = False
         """A read failed after Redis may have delivered; the next `take` asks for what it carried."""
+        self._strange = False
+        """Something is pending to this producer that it does not know of; the next `take` asks for it."""
+        self._epoch = 0
+        """Of the connection, when `take` last asked."""
         self._clock_ms = 0.0
         """Redis's clock minus the monotonic one."""
 
@@ -41,24 +47,24 @@ class RedisProducer(RedisService):
         self._holding.clear()
 
     async def take(self, producer: str, count: int, block_ms: int) -> list[TaskDelivery]:
-        if count < 1:
-            return []
-        taken = await self._link.call(lambda: self._take_once(producer, count, block_ms))
-        self._holding.update(entry.entry_id for entry in taken)
-        deliveries = []
-        for entry in taken:
-            delivery = await self._accept(producer, entry)
-            if delivery is not None:
-                deliveries.append(delivery)
-        return deliveries
+        end = time.monotonic() + block_ms / 1000
+        while count > 0:
+            left_ms = max(0, round(1000 * (end - time.monotonic())))
+            # One who waits looks twice a lease whether another's has run out.
+            wait_ms = min(left_ms, milliseconds(self._lease_s / 2))
+            taken = await self._link.call(partial(self._take_once, producer, count, wait_ms))
+            if taken or left_ms == 0:
+                found = [await self._accept(producer, entry) for entry in taken]
+                return [delivery for delivery in found if delivery is not None]
+        return []
 
     async def renew(self, producer: str, entry_ids: list[str]) -> list[str]:
-        beat = self._link.keys.beats + producer
-        lost = [
-            text(raw)
-            for raw in await self._link.script("renew", producer, beat, milliseconds(self._lease_s), *entry_ids)
-        ]
-        self._holding.difference_update(lost)
+        known = len(entry_ids), *entry_ids, *(self._holding.keys() - set(entry_ids))
+        beat = self._link.keys.beats + producer, milliseconds(self._lease_s)
+        raw, unknown = await self._link.script("renew", producer, *beat, *known)
+        self._strange = self._strange or bool(unknown)
+        lost = [text(entry_id) for entry_id in raw]
+        self._forget(lost)
         return lost
 
     async def publish(self, producer: str, delivery: TaskDelivery, group: Group) -> Published:
@@ -67,14 +73,14 @@ class RedisProducer(RedisService):
         task = delivery.task
         names = (delivery.entry_id, task.task_id, delivery.attempt, task.kind)
         answer = await self._outbox.publish(producer, names, body)
-        self._holding.discard(delivery.entry_id)
+        self._forget([delivery.entry_id])
         if answer == "published":
             return "published"
         return "repeated" if answer == "repeated" else "superseded"
 
     async def give_back(self, producer: str, entry_ids: list[str]) -> None:
         await self._link.script("give_back", producer, *entry_ids)
-        self._holding.difference_update(entry_ids)
+        self._forget(entry_ids)
 
     async def close(self) -> None:
         await self._outbox.close()
@@ -85,7 +91,8 @@ class RedisProducer(RedisService):
 
         Tried again by the caller when the connection fails: then `_take_lost` says that a reply may be lost.
         """
-        lost, self._take_lost = self._take_lost, True
+        lost = self._take_lost or self._strange or self._epoch != self._link.connection.epoch
+        self._take_lost, self._strange, self._epoch = True, False, self._link.connection.epoch
         holding = self._holding if lost else ()
         beats, lease_ms = self._link.keys.beats, milliseconds(self._lease_s)
         now_ms, rows = await self._link.once(
@@ -104,16 +111,24 @@ class RedisProducer(RedisService):
         return taken
 
     async def _accept(self, producer: str, taken: Taken) -> TaskDelivery | None:
-        """The delivery; None for a task that nobody will play, which is then settled by rule."""
+        """The delivery; None for one that is held already, and for a task that is settled by rule instead of played."""
         judged = judge(taken, producer, self._max_deliveries, self._clock_ms + time.monotonic() * 1000)
         if isinstance(judged, Poison):
             await self._link.script("bury_task", producer, taken.entry_id, judged.reason, *remains(taken.body))
-            self._holding.discard(taken.entry_id)
+            self._forget([taken.entry_id])
             return None
         if isinstance(judged, Expired):
             await self.publish(producer, judged.delivery, judged.group)
             return None
+        if self._holding.get(judged.entry_id) == judged.attempt:
+            # Redis forgot that it had delivered this one.
+            return None
+        self._holding[judged.entry_id] = judged.attempt
         return judged
+
+    def _forget(self, entry_ids: Iterable[str]) -> None:
+        for entry_id in entry_ids:
+            self._holding.pop(entry_id, None)
 
 
 def _taken(entry_id: str, deliveries: int, fields: Fields) -> Taken:

@@ -9,6 +9,8 @@ from typing import Any
 from broker.api import Peer, RunRecord
 from headrace.errors import WireError
 
+_ROLES = ("producer", "trainer", "weights", "launcher")
+
 
 def encode_record(record: RunRecord) -> bytes:
     return json.dumps(asdict(record), separators=(",", ":")).encode()
@@ -28,6 +30,11 @@ def encode_peer(peer: Peer) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def decode_peer(name: str, raw: bytes, alive: bool) -> Peer:
-    fields: dict[str, Any] = json.loads(raw)
-    return Peer(name, fields["role"], fields["host"], fields["pid"], alive, fields["state"])
+def decode_peer(name: str, raw: bytes, alive: bool) -> Peer | None:
+    """None for what no service wrote."""
+    try:
+        fields = json.loads(raw)
+        peer = Peer(name, fields["role"], str(fields["host"]), int(fields["pid"]), alive, dict(fields["state"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return peer if peer.role in _ROLES else None

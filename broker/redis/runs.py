@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.api import RunRecord
+from broker.bounds import KEEP_DELETED_MS
 from broker.keys import ALL_RECORDS, Keys, run_of
 from broker.redis.connection import Connection
 from broker.redis.link import text
@@ -22,6 +23,8 @@ class RedisRuns:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        # Commands of the moment: nobody wants them minutes later.
+        connection.hasten()
 
     async def ping(self) -> None:
         await self._send("PING")
@@ -45,10 +48,15 @@ class RedisRuns:
         return sorted({run_of(key) for key in await self._keys(ALL_RECORDS)})
 
     async def delete(self, run_id: str) -> int:
-        """The record first: without it no script writes, so nothing of the run comes back."""
+        """The record first: without it no script writes, so nothing of the run comes back.
+
+        A mark stays for an hour, so that its trainer does not take the run for one that Redis lost.
+        """
         keys = Keys(run_id)
+        if await self._send("EXISTS", keys.of("record")):
+            await self._send("SET", keys.of("deleted"), "1", "PX", KEEP_DELETED_MS)
         deleted = int(await self._send("UNLINK", keys.of("record")))
-        found = await self._keys(keys.everything)
+        found = [key for key in await self._keys(keys.everything) if key != keys.of("deleted")]
         for first in range(0, len(found), SCAN):
             deleted += int(await self._send("UNLINK", *found[first : first + SCAN]))
         return deleted

@@ -47,7 +47,7 @@ def _compose(name: str, text: str, shared: dict[str, str]) -> Script:
         slip = _SLIP if "\n-- ALWAYS\n" in text else ""
         fence = shared["fence"] if fenced else ""
         text = (
-            f"{shared['prelude']}\n{locals_}{fence}{slip}"
+            f"{shared['prelude']}\n{locals_}{slip}{fence}"
             f"local function run()\n{text}end\nlocal answer = run()\n{shared['epilogue']}return answer\n"
         )
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), keys, fenced)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast, get_args
 
 from broker.api import Order, Peer, RunRecord, RunState, RunStatus
-from broker.bounds import MAX_ORDERS, SILENT_MS
+from broker.bounds import MAX_ORDERS, MAX_PEERS, SILENT_MS
 from broker.leases import counted
 from broker.redis.link import Fields, Link, stream_entries, text
 from broker.redis.records import decode_peer, encode_peer
@@ -29,9 +29,7 @@ class RedisService:
 
     async def state(self) -> RunState:
         names = ("status", "reason", "incarnation", "step", "cursor")
-        values = await self._link.send("HMGET", self._link.keys.of("state"), *names)
-        if values[0] is None:
-            raise self._link.gone()
+        values = await self._link.ask("HMGET", self._link.keys.of("state"), *names)
         status = text(values[0])
         if status not in get_args(RunStatus):
             raise WireError(f"run {self._link.run_id} has the unknown status {status!r}")
@@ -45,14 +43,16 @@ class RedisService:
     async def heartbeat(self, peer: Peer, lease_s: float) -> None:
         self._lease_s = lease_s
         key = self._link.keys.beats + peer.name
-        await self._link.script("heartbeat", peer.name, key, milliseconds(lease_s), encode_peer(peer))
+        said = milliseconds(lease_s), encode_peer(peer), int(peer.role == "producer")
+        await self._link.script("heartbeat", peer.name, key, *said, MAX_PEERS, SILENT_MS)
 
     async def retire(self, name: str) -> None:
         await self._link.script("retire", name, self._link.keys.beats + name)
 
     async def peers(self) -> list[Peer]:
         rows = await self._link.script("peers", self._link.keys.beats, SILENT_MS)
-        return sorted((decode_peer(text(name), said, bool(alive)) for name, said, alive in rows), key=lambda p: p.name)
+        peers = [decode_peer(text(name), said, bool(alive)) for name, said, alive in rows]
+        return sorted((peer for peer in peers if peer is not None), key=lambda peer: peer.name)
 
     async def orders(self, after: str, block_ms: int) -> list[Order]:
         stream = self._link.keys.of("orders")

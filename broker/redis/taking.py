@@ -12,8 +12,9 @@ from typing import Any
 from broker.api import Fence, Reign
 from broker.arrivals import Arrival, limits_of, unpublished
 from broker.held import Held, fitting
-from broker.messages import GroupDelivery
+from broker.messages import GroupDelivery, Verdict
 from broker.redis.link import Entry, Fields, Link, entries_of, stream_entries, text
+from broker.redis.mending import Mender
 from broker.redis.producer import remains
 from broker.redis.service import RedisService
 from broker.validate import MAX_GROUP_BYTES, Limits
@@ -32,6 +33,7 @@ class RedisTaking(RedisService):
     def __init__(self, link: Link) -> None:
         super().__init__(link)
         self._held = Held()
+        self._mender = Mender(link, self._held)
         self._groups_lost = False
         """A read failed after Redis may have delivered; the next one asks for what it carried."""
         self._left = 0, 0
@@ -41,6 +43,7 @@ class RedisTaking(RedisService):
         if count < 1:
             return []
         entries = await self._link.call(lambda: self._take_groups_once(fence, count, block_ms))
+        await self._link.whole()
         return await self._deliver(fence, entries, look=len(entries) >= fitting(count, *self._left))
 
     async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
@@ -71,24 +74,25 @@ class RedisTaking(RedisService):
         count = fitting(count, *self._left)
         lost, self._groups_lost = self._groups_lost, True
         entries = await self._missed(fence, count) if lost else []
+        more = len(entries) >= count
         if not entries:
             read = self._read(fence, count, block_ms if block_ms > 0 else None)
             adopted, reply = await self._link.once_all((self._adopt(fence), read))
             entries = stream_entries(reply)
-            if adopted:
-                entries += await self._missed(fence, count, *(entry_id for entry_id, _ in entries))
-        self._groups_lost = lost and len(entries) >= count
+            more = bool(adopted)
+            if more and not entries:
+                entries = await self._missed(fence, count)
+        self._groups_lost = more
         # A Redis that came back without its last writes delivers anew what this trainer still holds.
         return [entry for entry in entries if not self._held.knows(entry[0])]
 
     def _adopt(self, fence: Fence) -> tuple[Any, ...]:
         return self._link.evalsha("adopt", _consumer(fence), BATCH, fence=fence)
 
-    async def _missed(self, fence: Fence, count: int, *seen: str) -> list[Entry]:
+    async def _missed(self, fence: Fence, count: int) -> list[Entry]:
         """Deliveries to this trainer that it never saw: a lost reply's, or those of a trainer that is fenced."""
         me = _consumer(fence)
-        known = (*self._held.ids(), *seen)
-        missed = await self._link.once(self._link.evalsha("missed", me, count, *known, fence=fence))
+        missed = await self._link.once(self._link.evalsha("missed", me, count, *self._held.ids(), fence=fence))
         if not missed:
             return []
         stream = self._link.keys.of("groups")
@@ -99,7 +103,8 @@ class RedisTaking(RedisService):
             return []
         arrivals = [arrival_of(entry_id, fields) for entry_id, fields in entries]
         names = [part for arrival in arrivals for part in (arrival.entry_id, arrival.task_id)]
-        number, nbytes, *states = await self._link.script("arrived", int(look), *names)
+        replays, number, nbytes, *states = await self._link.script("arrived", int(look), *names)
+        await self._mender.heard(replays)
         came = sum(len(arrival.body) for arrival in arrivals)
         self._left = number, max(0, nbytes - self._held.nbytes - came)
         limits = limits_of(await self.record())
@@ -115,7 +120,7 @@ class RedisTaking(RedisService):
         if state == "settled":
             return None
         if state:
-            await self._bury(fence, arrival, state)
+            await self._bury(fence, arrival, "dead", state)
             return None
         if self._held.entries.get(arrival.task_id, arrival.entry_id) != arrival.entry_id:
             # Redis lost the group that was handed out, and had its task played again.
@@ -126,21 +131,24 @@ class RedisTaking(RedisService):
             if unpublished(group, self._link.reigns) and (version := unpublished(group, await self.reigns())):
                 raise WireError(f"version {version} was published by no incarnation")
         except WireError as error:
-            if not await self._bury(fence, arrival, str(error)):
-                return None
+            await self._close(fence, arrival, "lost" if arrival.lost else "dead", str(error))
             return GroupDelivery(arrival.entry_id, len(arrival.body), arrival.refused(str(error)))
         self._held.add(arrival.entry_id, arrival.task_id, len(arrival.body))
         return GroupDelivery(arrival.entry_id, len(arrival.body), group)
 
-    async def _bury(self, fence: Fence, arrival: Arrival, reason: str) -> bool:
-        """Whether it was the open group of its task, which is then counted as dead."""
-        buried = await self._link.script("bury_group", arrival.entry_id, reason, *remains(arrival.body), fence=fence)
-        return bool(buried)
+    async def _close(self, fence: Fence, arrival: Arrival, verdict: Verdict, reason: str) -> None:
+        """The open group of a task is none that can be used."""
+        self._mender.mirror.close(arrival.task_id, verdict, reason)
+        await self._bury(fence, arrival, verdict, reason)
+
+    async def _bury(self, fence: Fence, arrival: Arrival, verdict: Verdict, reason: str) -> None:
+        remnant = remains(arrival.body)
+        await self._link.script("bury_group", arrival.entry_id, verdict, reason, *remnant, fence=fence)
 
 
 async def small(link: Link) -> bool:
     """Whether all groups that are there have together no more bytes than one of them may have."""
-    _, nbytes = await link.script("arrived", 1)
+    _, _, nbytes = await link.script("arrived", 1)
     return int(nbytes) <= MAX_GROUP_BYTES
 
 
@@ -153,6 +161,7 @@ def arrival_of(entry_id: str, fields: Fields) -> Arrival:
         producer=text(fields.get(b"producer")),
         body=fields.get(b"body", b""),
         dead=text(fields.get(b"dead")),
+        lost=text(fields.get(b"lost")),
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 from broker.api import Fence, RunStatus
 from broker.bounds import KEEP_ENDED_MS, KEEP_SETTLED, MAX_ORDERS, MAX_STEPS
 from broker.codec import decode_step, encode_step, encode_task
 from broker.messages import StepEntry, StepRecord, Task
-from broker.redis.link import Entry, entries_of
+from broker.redis.link import Entry, entries_of, text
 from broker.redis.overdue import overdue
 from broker.redis.taking import BATCH, RedisTaking
 from broker.steps import replayable
@@ -25,26 +26,33 @@ class RedisTrainer(RedisTaking):
     async def take_fence(self, newest_checkpoint: int) -> Fence:
         nonce = secrets.token_hex(16)
         incarnation = await self._link.script("take_fence", nonce, newest_checkpoint)
+        fence = Fence(int(incarnation), nonce)
         self._held.clear()
-        return Fence(int(incarnation), nonce)
+        await self._mender.begin(fence)
+        return fence
 
     async def admit(self, fence: Fence, tasks: list[Task], cursor: int | None = None) -> None:
+        mirror = self._mender.mirror
         for first in range(0, max(1, len(tasks)), BATCH):
-            some = tasks[first : first + BATCH]
+            some = [(task, encode_task(task)) for task in tasks[first : first + BATCH]]
             # The cursor moves with the last of them: what it counts is admitted by then.
             said = "" if cursor is None or first + BATCH < len(tasks) else cursor
-            args = [part for task in some for part in (task.task_id, task.kind, encode_task(task))]
-            await self._link.script("admit", said, *args, fence=fence)
+            args = [part for task, body in some for part in (task.task_id, task.kind, body)]
+            mirror.ask(some)
+            replayed = await self._link.script("admit", said, *args, fence=fence)
+            mirror.admitted([task.task_id for task, _ in some], set(map(text, replayed)))
+        mirror.cursor = mirror.cursor if cursor is None else cursor
+        await self._link.whole()
 
     @property
     def mended(self) -> int:
-        return 0
+        return self._mender.mended
 
     async def overdue(self, by_ms: int) -> list[Task]:
         return await overdue(self._link, await self.now_ms() - by_ms)
 
     async def append_step(self, fence: Fence, record: StepRecord) -> None:
-        await self._link.script("append_step", str(record.version), encode_step(record), MAX_STEPS, fence=fence)
+        await self._fenced("append_step", str(record.version), encode_step(record), MAX_STEPS, fence=fence)
 
     async def steps_after(self, step: int) -> list[StepRecord]:
         reply = await self._link.send("XRANGE", self._link.keys.of("steps"), "-", "+")
@@ -54,20 +62,36 @@ class RedisTrainer(RedisTaking):
         for first in range(0, len(entries), BATCH):
             some = entries[first : first + BATCH]
             args = [part for entry in some for part in self._verdict(entry)]
-            await self._link.script("settle", KEEP_SETTLED, *args, fence=fence)
+            closed = await self._link.script("settle", KEEP_SETTLED, *args, fence=fence)
+            verdicts = {entry.task_id: entry for entry in some}
+            for task_id in map(text, closed):
+                self._mender.mirror.close(task_id, verdicts[task_id].verdict, verdicts[task_id].reason)
             for entry in some:
                 stood_in = self._held.settle(entry.entry_id, entry.task_id)
                 # Its task is open with another group, which nobody was given yet.
                 self._groups_lost = self._groups_lost or (stood_in and entry.verdict == "superseded")
+        await self._link.whole()
 
     async def set_step(self, fence: Fence, step: int) -> None:
-        await self._link.script("set_step", step, fence=fence)
+        self._mender.mirror.step = step
+        await self._fenced("set_step", step, fence=fence)
 
     async def finish(self, fence: Fence, status: RunStatus, reason: str) -> None:
-        await self._link.script("finish", status, reason, KEEP_ENDED_MS, MAX_ORDERS, fence=fence)
+        self._mender.mirror.status, self._mender.mirror.reason = status, reason
+        await self._fenced("finish", status, reason, KEEP_ENDED_MS, MAX_ORDERS, fence=fence)
+
+    async def _fenced(self, name: str, *args: Any, fence: Fence) -> None:
+        """A script, and the repair if it was this call that found Redis started anew."""
+        await self._link.script(name, *args, fence=fence)
+        await self._link.whole()
 
     def _verdict(self, entry: StepEntry) -> tuple[str | int, ...]:
+        """Its arguments. What is sure to close its task stands in the mirror before it is sent."""
         held = self._held.tasks.get(entry.entry_id) == entry.task_id
+        if not entry.entry_id or (
+            held and (entry.verdict != "superseded" or not self._held.has_stand_in(entry.task_id))
+        ):
+            self._mender.mirror.close(entry.task_id, entry.verdict, entry.reason)
         return entry.entry_id, entry.task_id, entry.verdict, entry.reason, int(held)
 
 

@@ -137,7 +137,7 @@ class Walk:
         if old is self.fences[-1]:
             return
         with pytest.raises(Fenced):
-            await self.run.take_groups(old, 1, 0)
+            await self.run.admit(old, [make_task("never")])
         if self.groups:
             chosen = pick(self.groups, which)
             with pytest.raises(Fenced):

@@ -9,11 +9,12 @@ import pytest
 import redis
 
 from broker.codec import encode_task
-from broker.connect import Run
+from broker.connect import Run, connect_run
 from broker.keys import Keys
 from broker.messages import Group, StepEntry
+from headrace.errors import Fenced
 from headrace.version import PolicyVersion
-from tests.conftest import Services
+from tests.conftest import BROKER, Services
 from tests.reigns import begun, closed
 from tests.support import RedisProcess, make_group, make_task
 
@@ -87,6 +88,25 @@ async def test_versions_of_earlier_incarnations_and_of_other_services_are_known(
     await producer.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
     (arrived,) = await new.take_groups(fence, 1, 0)
     assert arrived.group.outcome == "played"
+
+
+async def test_what_a_fenced_trainer_still_reads_is_the_new_ones(run: Run, redis_url: str, run_id: str) -> None:
+    zombie = connect_run(redis_url, run_id, BROKER)
+    stale = await zombie.take_fence(0)
+    fence = await begun(run, *"abcd")
+    for delivery in await run.take("p0", 4, 0):
+        await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
+    for _ in range(2):
+        with pytest.raises(Fenced, match="incarnation 2"):
+            await zombie.take_groups(stale, 1, 0)
+    arrived: list[str] = []
+    while len(arrived) < 4:
+        taken = await run.take_groups(fence, 3, 50)
+        assert 0 < len(taken) <= 3
+        arrived += [one.group.task_id for one in taken]
+    assert sorted(arrived) == [*"abcd"]
+    assert await run.take_groups(fence, 3, 0) == []
+    await zombie.close()
 
 
 async def test_foreign_entries_end_in_dead_and_the_trainer_goes_on(run: Run, raw: redis.Redis, run_id: str) -> None:

@@ -1,12 +1,12 @@
--- KEYS record groups open settled
+-- KEYS record state groups open settled
 -- ARGV: 1 when the size of what is left to read is asked for, then entry id and task id of each.
--- Answers number and bytes of the entries that are left, bytes with all that are there, then of each entry '' when it
+-- Answers the number of replays, of entries that are left, and the bytes of all that are there; then of each entry '' when it
 -- is the one that its task waits for, 'settled', or why nobody waits for it.
-local answer = { 0, 0 }
+local answer = { tonumber(redis.call('HGET', state, 'replays') or 0), 0, 0 }
 if ARGV[1] == '1' then
-  answer[1] = redis.call('XLEN', groups) - redis.call('LLEN', settled) - redis.call('XPENDING', groups, 'trainer')[1]
+  answer[2] = redis.call('XLEN', groups) - redis.call('LLEN', settled) - redis.call('XPENDING', groups, 'trainer')[1]
   local size = redis.pcall('MEMORY', 'USAGE', groups, 'SAMPLES', '0')
-  answer[2] = tonumber(size) or 0
+  answer[3] = tonumber(size) or 0
 end
 
 local function same_body(one, other)

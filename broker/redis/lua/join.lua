@@ -1,10 +1,8 @@
--- KEYS record tasks
+-- KEYS record state tasks
 -- ALWAYS
 -- ARGV: producer, key of its heartbeat, lease in ms
 -- A process that joins under a name holds nothing: what an earlier process of that name held is anybody's.
-if redis.call('PEXPIRE', ARGV[2], ARGV[3]) == 0 then
-  redis.call('SET', ARGV[2], '1', 'PX', ARGV[3])
-end
+beat(state, ARGV[2], ARGV[3], true)
 local moved = 0
 while true do
   local pending = redis.call('XPENDING', tasks, 'producers', '-', '+', 256, ARGV[1])

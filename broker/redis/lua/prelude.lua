@@ -41,3 +41,20 @@ local function deliveries(tasks, entry, consumer)
   end
   return nil
 end
+
+-- A service says that it lives: its heartbeat's key stays for one lease. Where nobody was heard for half a lease of the
+-- producers, it was Redis that was away, and for one lease more no producer is taken for dead.
+local function beat(state, key, lease, of_producer)
+  if redis.call('PEXPIRE', key, lease) == 0 then
+    redis.call('SET', key, '1', 'PX', lease)
+  end
+  local now, said = now_ms(), redis.call('HMGET', state, 'heard', 'lease')
+  local theirs = tonumber(of_producer and lease or said[2] or lease)
+  local silent = now - tonumber(said[1] or now)
+  if silent > theirs / 2 then
+    redis.call('HSET', state, 'mercy', now + theirs)
+  end
+  if silent > theirs / 8 or not said[1] then
+    redis.call('HSET', state, 'heard', now, 'lease', theirs)
+  end
+end

@@ -1,4 +1,4 @@
--- KEYS record state tasks groups open sheet dead
+-- KEYS record state tasks groups open sheet dead again
 -- ARGV: id of the dead entry. It goes back where it came from, and its task is admitted anew.
 -- Answers what it did: 'replayed', or why not.
 local entry = redis.call('XRANGE', dead, ARGV[1], ARGV[1])[1]
@@ -25,5 +25,7 @@ else
 end
 redis.call('HSET', open, task, kind .. ' ' .. where .. ' ' .. id)
 redis.call('HINCRBY', sheet, kind .. ' admitted', 1)
+-- The trainer compares the number with the last one it has seen.
+redis.call('HSET', again, task, redis.call('HINCRBY', state, 'replays', 1))
 redis.call('XDEL', dead, ARGV[1])
 return 'replayed'

@@ -1,10 +1,11 @@
--- KEYS record state tasks groups open sheet settled
+-- KEYS record state tasks groups open sheet settled again
 -- FENCED
 -- ALWAYS
 -- ARGV: then how many settled groups stay readable, then entry id, task id, verdict, reason, held of each.
 -- An empty entry id names whatever the task is now. Held is 1 for what the trainer was given and had not settled: its
 -- task closes whatever entry it has now, since a Redis that lost its newest writes has an older or a second one.
-local counted = 0
+-- Answers the tasks that it closed.
+local counted = {}
 for i = 4, #ARGV, 5 do
   local entry, task, verdict, reason, held = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4] == '1'
   local kind, where, id = string.match(redis.call('HGET', open, task) or '', '^(%S+) (%S+) (%S+)$')
@@ -27,8 +28,9 @@ for i = 4, #ARGV, 5 do
       redis.call('XDEL', groups, id)
     end
     redis.call('HDEL', open, task)
+    redis.call('HDEL', again, task)
     count(sheet, kind, verdict, reason)
-    counted = counted + 1
+    table.insert(counted, task)
   end
 end
 while redis.call('LLEN', settled) > tonumber(ARGV[3]) do

@@ -1,11 +1,10 @@
--- KEYS record tasks
+-- KEYS record state tasks
 -- ARGV: producer, prefix of heartbeats, lease in ms, most tasks, 1 when a reply was lost, then ids that it holds
 -- First tasks of consumers whose heartbeat is gone (and of its own what a lost reply carried), then new ones.
 -- Answers the time and {id, deliveries, fields} of each.
 local me, beats, most = ARGV[1], ARGV[2], tonumber(ARGV[4])
-if redis.call('PEXPIRE', beats .. me, ARGV[3]) == 0 then
-  redis.call('SET', beats .. me, '1', 'PX', ARGV[3])
-end
+beat(state, beats .. me, ARGV[3], true)
+local merciful = now_ms() < tonumber(redis.call('HGET', state, 'mercy') or 0)
 local held, taken = {}, {}
 for i = 6, #ARGV do
   held[ARGV[i]] = true
@@ -33,7 +32,7 @@ for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', tasks, 'producers')) do
     if ARGV[5] == '1' then
       claim(me, most + #ARGV)
     end
-  elseif redis.call('EXISTS', beats .. name) == 0 then
+  elseif not merciful and redis.call('EXISTS', beats .. name) == 0 then
     if pending > 0 then
       claim(name, most)
     else

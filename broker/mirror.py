@@ -1,0 +1,169 @@
+"""What the trainer knows of its run, and what is to be done when a broker comes back with less than that. Pure.
+
+Only the trainer changes the balance sheet, but for the operator's replays. A Redis that was started anew has a prefix
+of its own history, so where trainer and Redis differ it is Redis that lacks something. What is under way when a
+comparison is made may have reached Redis or not; the rules below are right in both cases, and when the caller sends it
+again:
+
+- a verdict stands in the mirror before it is sent;
+- a task that is being admitted is in `asked`: it counts once Redis has it;
+- a task that the operator replayed has a number; higher ones than the mirror has seen are its next news.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from broker.api import RunStatus
+from broker.bounds import MAX_REASONS
+from broker.messages import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An outstanding task. Without a body (its group had come when this trainer began) it cannot be asked again."""
+
+    kind: str
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Where Redis has a task: "t" in tasks, "g" in groups, and whether that entry is there."""
+
+    kind: str
+    where: str
+    there: bool
+    replay: int = 0
+    """The number of its replay, where the operator asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What Redis has."""
+
+    counts: Mapping[str, int]
+    open: Mapping[str, Opened]
+    replays: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What makes Redis whole."""
+
+    counts: dict[str, int]
+    """To be added to the counters of the sheet, before the lost ones are counted."""
+    closed: list[str]
+    """Tasks whose verdict Redis forgot: their entries leave."""
+    held: list[tuple[str, str]]
+    """Task and kind of those whose group the trainer has and Redis lost."""
+    lost: list[tuple[str, Kept]]
+    """Tasks that Redis forgot: counted as lost, and asked again."""
+    replayed: dict[str, str]
+    """Task to kind of the operator's replays that are news to the mirror."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.counts or self.closed or self.held or self.lost)
+
+
+@dataclass(slots=True)
+class Mirror:
+    """As large as the sheet and what is outstanding, which admission bounds."""
+
+    status: RunStatus = "running"
+    reason: str = ""
+    step: int = 0
+    cursor: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """The sheet, under the names of `broker/sheet.py`."""
+    outstanding: dict[str, Kept] = field(default_factory=dict)
+    asked: dict[str, Kept] = field(default_factory=dict)
+    """Tasks of an admission that has no answer yet."""
+    replays: int = 0
+
+    def ask(self, tasks: Iterable[tuple[Task, bytes]]) -> None:
+        for task, body in tasks:
+            if task.task_id not in self.outstanding:
+                self.asked[task.task_id] = Kept(task.kind, body)
+
+    def admitted(self, tasks: Iterable[str], replayed: Container[str]) -> None:
+        """The answer: these were asked for; what the operator replays was left out, and is news of its own."""
+        for task_id in tasks:
+            kept = self.asked.pop(task_id, None)
+            if kept is not None and task_id not in replayed:
+                self._add(task_id, kept)
+
+    def close(self, task_id: str, verdict: str, reason: str) -> None:
+        """A verdict that is about to be sent. A task that is not outstanding counts nothing."""
+        kept = self.asked.pop(task_id, None)
+        if kept is not None:
+            # Its admission went through, though its answer was lost.
+            self._add(task_id, kept)
+        kept = self.outstanding.pop(task_id, None)
+        if kept is not None:
+            self.count(kept.kind, verdict, reason)
+
+    def count(self, kind: str, verdict: str, reason: str) -> None:
+        self.counts[f"{kind} v {verdict}"] += 1
+        if reason:
+            name = f"{kind} r {verdict}: {reason}"
+            if name not in self.counts and len(self.counts) >= MAX_REASONS:
+                name = f"{kind} r {verdict}: other reasons"
+            self.counts[name] += 1
+
+    def compare(self, found: Found, held: Container[str]) -> Repair:
+        """What Redis lacks. `held` are tasks whose group the trainer was given and has not settled.
+
+        Changes the mirror only where Redis knows better: admissions without an answer.
+        """
+        for task_id in [task_id for task_id in self.asked if _there(found, task_id)]:
+            self._add(task_id, self.asked.pop(task_id))
+        known = self.outstanding
+        replayed = {
+            task_id: opened.kind
+            for task_id, opened in found.open.items()
+            if opened.replay > self.replays and task_id not in known and opened.there
+        }
+        vanished = [task_id for task_id in known if not _there(found, task_id)]
+        return Repair(
+            counts=self._missing(found.counts, Counter(f"{kind} admitted" for kind in replayed.values())),
+            closed=[task_id for task_id in found.open if task_id not in known and task_id not in replayed],
+            held=[
+                (task_id, kept.kind)
+                for task_id, kept in known.items()
+                if task_id in held and not (_there(found, task_id) and found.open[task_id].where == "g")
+            ],
+            lost=[(task_id, known[task_id]) for task_id in vanished if task_id not in held],
+            replayed=replayed,
+        )
+
+    def repaired(self, found: Found, repair: Repair, reason: str) -> None:
+        """Redis has done all of it."""
+        self.replays = max(self.replays, found.replays)
+        for task_id, kind in repair.replayed.items():
+            self._add(task_id, Kept(kind, None))
+        for name, number in found.counts.items():
+            self.counts[name] = max(self.counts[name], number)
+        for task_id, kept in repair.lost:
+            # A verdict that was sent meanwhile found nothing to close.
+            self.outstanding.pop(task_id, None)
+            self.count(kept.kind, "lost", reason)
+            if kept.body is not None:
+                self._add(task_id, kept)
+
+    def _add(self, task_id: str, kept: Kept) -> None:
+        if task_id not in self.outstanding:
+            self.outstanding[task_id] = kept
+            self.counts[f"{kept.kind} admitted"] += 1
+
+    def _missing(self, counts: Mapping[str, int], news: Mapping[str, int]) -> dict[str, int]:
+        missing = {name: number - counts.get(name, 0) + news.get(name, 0) for name, number in self.counts.items()}
+        return {name: number for name, number in missing.items() if number > 0}
+
+
+def _there(found: Found, task_id: str) -> bool:
+    opened = found.open.get(task_id)
+    return opened is not None and opened.there

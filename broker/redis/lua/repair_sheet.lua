@@ -1,0 +1,56 @@
+-- KEYS record state tasks groups open sheet again
+-- FENCED
+-- ALWAYS
+-- ARGV: then mark of this repair, reason of what is lost, what a stand-in says, then four lists, each after its length:
+-- counter and what is added to it; tasks to close; tasks and kinds that the trainer has groups of; task, kind and body
+-- of those that are lost, the body empty where the task cannot be asked again.
+local place = 6
+
+local function list(width)
+  local first, number = place + 1, tonumber(ARGV[place])
+  place = first + width * number
+  return first, place - 1
+end
+
+local function leave(task)
+  local _, where, id = string.match(redis.call('HGET', open, task) or '', '^(%S+) (%S+) (%S+)$')
+  if where == 't' then
+    redis.call('XACK', tasks, 'producers', id)
+    redis.call('XDEL', tasks, id)
+  elseif where == 'g' then
+    redis.call('XACK', groups, 'trainer', id)
+    redis.call('XDEL', groups, id)
+  end
+  redis.call('HDEL', open, task)
+end
+
+redis.call('HSET', state, 'repair', ARGV[3])
+local first, last = list(2)
+for i = first, last, 2 do
+  redis.call('HINCRBY', sheet, ARGV[i], ARGV[i + 1])
+end
+first, last = list(1)
+for i = first, last do
+  leave(ARGV[i])
+  redis.call('HDEL', again, ARGV[i])
+end
+first, last = list(2)
+for i = first, last, 2 do
+  leave(ARGV[i])
+  local id = redis.call('XADD', groups, '*', 'task', ARGV[i], 'attempt', '0', 'kind', ARGV[i + 1], 'producer', '',
+    'lost', ARGV[5])
+  redis.call('HSET', open, ARGV[i], ARGV[i + 1] .. ' g ' .. id)
+end
+first, last = list(3)
+for i = first, last, 3 do
+  local task, kind, body = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  leave(task)
+  redis.call('HDEL', again, task)
+  count(sheet, kind, 'lost', ARGV[4])
+  if body ~= '' then
+    local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', '0', 'kind', kind, 'body', body)
+    redis.call('HSET', open, task, kind .. ' t ' .. id)
+    redis.call('HINCRBY', sheet, kind .. ' admitted', 1)
+  end
+end
+return 1
