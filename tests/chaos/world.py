@@ -55,6 +55,8 @@ def config_of(folder: Path, model: Path, seed: int) -> Config:
                 "reward_deadline_s": 60.0,
             },
             "trainer": {"groups_per_step": 2, "group_size": 4, "learning_rate": 1e-4, "autocast": "off", "threads": 1},
+            # Every other seed trains on what is left of groups that are partly too old.
+            "staleness": {"stale": "mask" if seed % 2 else "drop", "max_lag": 3},
             "weights": {"lease_s": LEASE_S},
             "checkpoint": {"every": 5},
             # A task may meet many faults before it is done; a poisoned one is for tests of its own.
