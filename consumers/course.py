@@ -161,7 +161,9 @@ class Course:
         with self.parts.lane.during("report"):
             books.made = batch.version.step
             await self.claim.confirm()
-            self.progress.step(batch, result, await port.peers())
+            peers = await port.peers()
+            self.watch.note(peers)
+            self.progress.step(batch, result, peers)
         if result.skipped:
             log.warning("step %d moved nothing: %s", batch.version.step, result.skipped)
 

@@ -41,11 +41,15 @@ class Watch:
         """
         peers = await self._port.peers()
         self._muster_producers(peers)
-        books = self._claim.books
-        self._progress.standing(books.retained.nbytes, self._port.mended, books.lost, peers)
+        self.note(peers)
         if not any(peer.alive for peer in peers if peer.role == "producer"):
             return []
         return await self._port.overdue(self._grace_ms)
+
+    def note(self, peers: list[Peer]) -> None:
+        """What the run holds and misses now, for the metrics and the line of the next step."""
+        books = self._claim.books
+        self._progress.standing(books.retained.nbytes, self._port.mended, books.lost, peers)
 
     def _muster_producers(self, peers: list[Peer]) -> None:
         alive = sum(peer.alive for peer in peers if peer.role == "producer")

@@ -56,6 +56,7 @@ class Player:
         self.reward: float | None = None
         """Of every rollout; then none has an advantage, and steps cost nothing. None depends on the tokens."""
         self.paused = False
+        self.may_be_superseded = False
         self.behind = 0
         """So many steps older is the version of the first half of each rollout's tokens."""
         self.stops: set[str] = set()
@@ -81,8 +82,10 @@ class Player:
         if version not in self.manifests and (manifest := await self.port.manifest(version)):
             self.manifests[version] = manifest
         group = self.group(delivery, version)
-        assert await self.port.publish("player", delivery, group) == "published"
-        self.answered.append(delivery)
+        if await self.port.publish("player", delivery, group) == "superseded":
+            assert self.may_be_superseded
+        else:
+            self.answered.append(delivery)
 
     def group(self, delivery: TaskDelivery, version: PolicyVersion) -> Group:
         task = delivery.task

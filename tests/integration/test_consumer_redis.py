@@ -1,0 +1,80 @@
+"""A trainer whose Redis dies, forgets its newest writes, or everything, goes on, and its sheet closes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from tests.servers import RedisProcess
+from tests.trainers import Begin, Trainers, events, lines, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+STEPS = 12
+
+
+@pytest.fixture
+def redis_server(redis_process: Callable[..., RedisProcess]) -> RedisProcess:
+    """One of the test's own, whose append-only file only grows."""
+    return redis_process("--auto-aof-rewrite-percentage", "0")
+
+
+@pytest.mark.parametrize("harm", ["restarted", "without its newest writes", "emptied"])
+async def test_a_trainer_goes_on_when_its_redis_was(
+    harm: str, begin: Begin, trainers: Trainers, redis_server: RedisProcess
+) -> None:
+    port, player, folder = await begin(run={"steps": STEPS}, checkpoint={"every": 1000}, evaluation={"prompts": 0})
+    player.may_be_superseded = True
+    process = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
+    size = redis_server.append_only_file.stat().st_size
+    await wait_until(lambda: len(lines(folder)) >= 5, "three more are made")
+    if harm == "emptied":
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.flushall()
+    else:
+        redis_server.kill()
+        if harm == "without its newest writes":
+            with redis_server.append_only_file.open("r+b") as file:
+                file.truncate(size)
+        await asyncio.to_thread(redis_server.start)
+    stderr = await trainers.end(process)
+    assert process.returncode == 0, stderr
+
+    assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
+    sheet = json.loads((folder / "summary.json").read_text())["balance"]["train"]
+    assert (sheet["closed"], sheet["outstanding"]) == (True, 0), sheet
+    assert set(sheet["verdicts"]) <= {"trained", "lost"}
+    assert sheet["verdicts"]["trained"] == 2 * STEPS, "each group is trained on once, and none is missing"
+    assert sheet["verdicts"].get("lost", 0) == lines(folder)[-1]["lost"]
+    said = events(folder)
+    assert "announced_again" in [event["event"] for event in said]
+    early = [event["step"] for event in said if event["event"] == "checkpoint" and event["step"] < STEPS]
+    assert len(early) == lines(folder)[-1]["mended"] == 1, "one checkpoint each time that Redis came back"
+    asked = [delivery.task.task_id for delivery in player.answered]
+    trained = {event["task"] for event in said if event["event"] == "second_group"}
+    assert len(asked) - len(set(asked)) >= len(trained)
+    head = await port.head()
+    assert head is not None
+    assert head.step == STEPS
+
+
+async def test_a_trainer_that_is_to_leave_does_not_wait_for_a_redis_that_is_gone(
+    begin: Begin, trainers: Trainers, redis_server: RedisProcess
+) -> None:
+    _port, player, folder = await begin(
+        run={"steps": 1000}, checkpoint={"every": 1000}, evaluation={"prompts": 0}, broker={"connect_timeout_s": 1.0}
+    )
+    process = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 1, "a step is made")
+    player.paused = True
+    redis_server.kill()
+    process.terminate()
+    stderr = await trainers.end(process)
+    assert process.returncode == 3, stderr
+    assert "cannot be reached" in stderr
+    assert "Traceback" not in stderr
+    await asyncio.to_thread(redis_server.start)
