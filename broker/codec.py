@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -22,8 +22,7 @@ from broker.validate import Limits, check_flat
 from headrace.errors import WireError
 from headrace.version import PolicyVersion
 
-T = TypeVar("T")
-
+MAX_ID = 2**31 - 1
 MAX_FEW = 1 << 20
 """Mask runs, spans and the like of one group: they are unpacked one by one."""
 
@@ -31,9 +30,23 @@ _HEAD = b"\x92" + msgpack.packb(SCHEMA)
 """A list of two, of which the first is the schema."""
 _MAP16, _BIN32 = 0xDE, 0xC6
 """Of msgpack: a map with its count in two bytes, bytes with their length in four."""
-_ID_DTYPES = ("<u1", "<u2", "<u4", "<i4")
+_ID_DTYPES = {name: np.dtype(name) for name in ("<u1", "<u2", "<u4", "<i4")}
 _KINDS = ("train", "eval")
 _OUTCOMES = ("played", "failed", "stale")
+_TASK: dict[str, type] = {
+    **dict.fromkeys(("task", "kind", "env"), str),
+    **dict.fromkeys(("index", "seed", "size", "deadline", "step"), int),
+    "min": list,
+}
+_GROUP: dict[str, type] = {
+    **dict.fromkeys(("task", "kind", "env", "producer", "outcome", "error", "dtype"), str),
+    **dict.fromkeys(("attempt", "index"), int),
+    **dict.fromkeys(("failures", "stopped"), list),
+    "seconds": dict,
+    **dict.fromkeys(("ids", "logprobs", "lengths", "mask", "span_counts", "spans"), bytes),
+    **dict.fromkeys(("rewards", "finish", "correct"), bytes),
+}
+_STEP: dict[str, type] = {"version": list, "entries": list}
 _VERDICTS = ("trained", "stale", "filtered", "failed", "dead", "superseded", "lost", "evaluated")
 
 
@@ -54,18 +67,18 @@ def encode_task(task: Task) -> bytes:
 
 
 def decode_task(body: bytes) -> Task:
-    fields = _unpack(body, "task")
-    incarnation, step = _ints(fields, "min", 2)
+    fields = _unpack(body, "task", _TASK)
+    incarnation, step = _pair(fields, "min")
     return Task(
-        task_id=_text(fields, "task"),
+        task_id=fields["task"],
         kind=_choice(fields, "kind", _KINDS),
-        environment=_text(fields, "env"),
-        index=_int(fields, "index"),
-        seed=_int(fields, "seed"),
-        group_size=_int(fields, "size"),
+        environment=fields["env"],
+        index=fields["index"],
+        seed=fields["seed"],
+        group_size=fields["size"],
         min_version=PolicyVersion(incarnation, step),
-        deadline_ms=_int(fields, "deadline"),
-        admitted_step=_int(fields, "step"),
+        deadline_ms=fields["deadline"],
+        admitted_step=fields["step"],
     )
 
 
@@ -73,6 +86,7 @@ def encode_group(group: Group, vocab_size: int) -> bytes:
     """Raises WireError when arrays of one trajectory differ in length."""
     flat = flatten(group)
     dtype = _id_dtype(flat.token_ids_T, vocab_size)
+    ids, logprobs = flat.token_ids_T.astype(_ID_DTYPES[dtype]), flat.logprobs_M.astype("<f4", copy=False)
     fields = {
         "task": flat.task_id,
         "attempt": flat.attempt,
@@ -90,42 +104,41 @@ def encode_group(group: Group, vocab_size: int) -> bytes:
         "mask": _u4(flat.mask_runs_R),
         "span_counts": _u4(flat.span_counts_N),
         "spans": _u4(flat.spans_5S),
-        "rewards": np.array(flat.rewards_N, "<f8").tobytes(),
+        "rewards": struct.pack(f"<{len(flat.rewards_N)}d", *flat.rewards_N),
         "finish": bytes(flat.finish_N),
         "correct": bytes(flat.correct_N),
     }
-    ids, logprobs = flat.token_ids_T.astype(dtype), flat.logprobs_M.astype("<f4", copy=False)
     return _pack_with(fields, {"ids": ids, "logprobs": logprobs})
 
 
 def decode_flat(body: bytes) -> FlatGroup:
     """The arrays of a group, not yet validated."""
-    fields = _unpack(body, "group")
-    dtype = _choice(fields, "dtype", _ID_DTYPES)
-    spans = _few(fields, "spans", "I")
+    fields = _unpack(body, "group", _GROUP)
+    dtype = _ID_DTYPES[_choice(fields, "dtype", _ID_DTYPES)]
+    spans = _numbers(fields, "spans", "I", 4)
     if len(spans) % 5:
         raise WireError(f"group: field 'spans' holds {len(spans)} numbers, which is no multiple of 5")
     return FlatGroup(
-        task_id=_text(fields, "task"),
-        attempt=_int(fields, "attempt"),
+        task_id=fields["task"],
+        attempt=fields["attempt"],
         kind=_choice(fields, "kind", _KINDS),
-        environment=_text(fields, "env"),
-        index=_int(fields, "index"),
-        producer=_text(fields, "producer"),
-        failures=tuple(_texts(fields, "failures")),
+        environment=fields["env"],
+        index=fields["index"],
+        producer=fields["producer"],
+        failures=_each(fields, "failures", str),
         outcome=_choice(fields, "outcome", _OUTCOMES),
-        error=_text(fields, "error"),
-        stopped_N=tuple(_numbers(fields, "stopped")),
-        seconds=_seconds(fields),
-        token_ids_T=_array(fields, "ids", dtype),
-        logprobs_M=_array(fields, "logprobs", "<f4").astype(np.float32, copy=False),
-        lengths_N=_few(fields, "lengths", "I"),
-        mask_runs_R=_few(fields, "mask", "I"),
-        span_counts_N=_few(fields, "span_counts", "I"),
+        error=fields["error"],
+        stopped_N=_each(fields, "stopped", int),
+        seconds=_seconds(fields["seconds"]),
+        lengths_N=_numbers(fields, "lengths", "I", 4),
+        token_ids_T=np.frombuffer(_whole(fields, "ids", dtype.itemsize), dtype),
+        logprobs_M=np.frombuffer(_whole(fields, "logprobs", 4), "<f4").astype(np.float32, copy=False),
+        mask_runs_R=_numbers(fields, "mask", "I", 4),
+        span_counts_N=_numbers(fields, "span_counts", "I", 4),
         spans_5S=spans,
-        rewards_N=_few(fields, "rewards", "d"),
-        finish_N=_few(fields, "finish", "B"),
-        correct_N=_few(fields, "correct", "B"),
+        rewards_N=_numbers(fields, "rewards", "d", 8),
+        finish_N=fields["finish"],
+        correct_N=fields["correct"],
     )
 
 
@@ -143,11 +156,10 @@ def encode_step(record: StepRecord) -> bytes:
 
 
 def decode_step(body: bytes) -> StepRecord:
-    fields = _unpack(body, "step")
-    incarnation, step = _ints(fields, "version", 2)
-    rows = _field(fields, "entries", list, "step")
+    fields = _unpack(body, "step", _STEP)
+    incarnation, step = _pair(fields, "version")
     entries = []
-    for row in rows:
+    for row in fields["entries"]:
         if not (isinstance(row, list) and len(row) == 4 and all(isinstance(text, str) for text in row)):
             raise WireError("step: an entry is not [entry, task, verdict, reason]")
         if row[2] not in _VERDICTS:
@@ -171,7 +183,8 @@ def _pack_with(fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> b
     return b"".join(parts)
 
 
-def _unpack(body: bytes, what: str) -> dict[str, Any]:
+def _unpack(body: bytes, what: str, kinds: dict[str, type]) -> dict[str, Any]:
+    """The fields of a body; those that `kinds` names are there, and of that type."""
     try:
         message = msgpack.unpackb(body, strict_map_key=True)
     # Besides its own errors, msgpack raises what Python does for text that is not UTF-8 or nested too deep.
@@ -184,91 +197,71 @@ def _unpack(body: bytes, what: str) -> dict[str, Any]:
         raise WireError(f"{what}: schema {str(schema)[:20]}, but this process speaks {SCHEMA}")
     if not isinstance(fields, dict):
         raise WireError(f"{what}: the fields are not a map")
+    if [*map(type, map(fields.get, kinds))] != [*kinds.values()]:
+        name = next(name for name, kind in kinds.items() if type(fields.get(name)) is not kind)
+        found, wanted = type(fields.get(name)).__name__, kinds[name].__name__
+        raise WireError(f"{what}: field {name!r} is {found}, not {wanted}")
     return fields
 
 
-def _id_dtype(ids_T: npt.NDArray[np.int32], vocab_size: int) -> str:
+def _id_dtype(ids_T: npt.NDArray[Any], vocab_size: int) -> str:
     """The narrowest that holds the vocabulary, and any id that is wrongly outside: the receiver sees it as it is."""
-    low, high = (int(ids_T.min()), int(ids_T.max())) if len(ids_T) else (0, 0)
-    if low < 0:
+    # Seen as unsigned, a negative one is the largest.
+    high = int(ids_T.view(np.uint32).max()) if len(ids_T) else 0
+    if high > MAX_ID:
         return "<i4"
-    return str(np.min_scalar_type(max(vocab_size - 1, high)).newbyteorder("<").str).replace("|", "<")
+    high = max(high, vocab_size - 1)
+    return "<u1" if high < 1 << 8 else "<u2" if high < 1 << 16 else "<u4"
 
 
-def _field(fields: dict[str, Any], name: str, kind: type[T], what: str = "body") -> T:
-    value = fields.get(name)
-    if type(value) is not kind:
-        raise WireError(f"{what}: field {name!r} is {type(value).__name__}, not {kind.__name__}")
-    return value
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    return _field(fields, name, str)
-
-
-def _int(fields: dict[str, Any], name: str) -> int:
-    return _field(fields, name, int)
-
-
-def _choice(fields: dict[str, Any], name: str, allowed: tuple[str, ...]) -> Any:
-    value = _field(fields, name, str)
+def _choice(fields: dict[str, Any], name: str, allowed: Collection[str]) -> Any:
+    value = fields[name]
     if value not in allowed:
         raise WireError(f"body: field {name!r} is {value[:40]!r}, not one of {', '.join(allowed)}")
     return value
 
 
-def _each(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
-    values = _field(fields, name, list)
-    if any(type(value) is not kind for value in values):
+def _each(fields: dict[str, Any], name: str, kind: type) -> tuple[Any, ...]:
+    values = fields[name]
+    if values and {*map(type, values)} != {kind}:
         raise WireError(f"body: field {name!r} holds something of another type")
-    return values
+    return tuple(values)
 
 
-def _texts(fields: dict[str, Any], name: str) -> list[str]:
-    return _each(fields, name, str)
+def _pair(fields: dict[str, Any], name: str) -> tuple[int, int]:
+    values = _each(fields, name, int)
+    if len(values) != 2:
+        raise WireError(f"body: field {name!r} holds {len(values)} numbers, not 2")
+    return values[0], values[1]
 
 
-def _numbers(fields: dict[str, Any], name: str) -> list[int]:
-    return _each(fields, name, int)
-
-
-def _ints(fields: dict[str, Any], name: str, count: int) -> list[int]:
-    values = _numbers(fields, name)
-    if len(values) != count:
-        raise WireError(f"body: field {name!r} holds {len(values)} numbers, not {count}")
-    return values
-
-
-def _seconds(fields: dict[str, Any]) -> dict[str, float]:
-    seconds = _field(fields, "seconds", dict)
-    for name, value in seconds.items():
-        if not (isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)):
-            raise WireError("body: field 'seconds' is not a map from names to finite numbers")
-    return {name: float(value) for name, value in seconds.items()}
+def _seconds(seconds: dict[Any, Any]) -> dict[str, float]:
+    kinds = {*map(type, seconds)} <= {str} and {*map(type, seconds.values())} <= {int, float}
+    if not (kinds and all(map(math.isfinite, seconds.values()))):
+        raise WireError("body: field 'seconds' is not a map from names to finite numbers")
+    return dict(zip(seconds, map(float, seconds.values()), strict=True))
 
 
 def _u4(numbers: Sequence[int]) -> bytes:
-    """A number outside its range is wrapped: what is there is then out of every bound, which the receiver sees."""
-    return np.array(numbers, np.int64).astype("<u4").tobytes()
+    try:
+        return struct.pack(f"<{len(numbers)}I", *numbers)
+    except struct.error:
+        # A number outside its range is wrapped; it is then out of every bound, which the receiver sees.
+        return np.array(numbers, np.int64).astype("<u4").tobytes()
 
 
-def _few(fields: dict[str, Any], name: str, code: str) -> tuple[Any, ...]:
+def _numbers(fields: dict[str, Any], name: str, code: str, size: int) -> tuple[Any, ...]:
     """Numbers of which a group has few, by their code in `struct`."""
-    raw, size = _whole(fields, name, struct.calcsize(f"<{code}"))
+    raw = _whole(fields, name, size)
     count = len(raw) // size
     if count > MAX_FEW:
         raise WireError(f"body: field {name!r} holds {count} numbers, more than {MAX_FEW}")
     return struct.unpack(f"<{count}{code}", raw)
 
 
-def _array(fields: dict[str, Any], name: str, dtype: str) -> npt.NDArray[Any]:
-    raw, _ = _whole(fields, name, np.dtype(dtype).itemsize)
-    return np.frombuffer(raw, dtype)
-
-
-def _whole(fields: dict[str, Any], name: str, size: int) -> tuple[bytes, int]:
-    """The bytes of an array, and those of one number."""
-    raw = _field(fields, name, bytes)
+def _whole(fields: dict[str, Any], name: str, size: int) -> bytes:
+    """The bytes of an array whose numbers have `size` each."""
+    raw: bytes = fields[name]
     if len(raw) % size:
         raise WireError(f"body: field {name!r} has {len(raw)} bytes, which is no multiple of {size}")
-    return raw, size
+    return raw

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.codec import decode_flat, decode_group, decode_step, decode_task, encode_group, encode_step, encode_task
+from broker.codec import (
+    MAX_FEW,
+    decode_flat,
+    decode_group,
+    decode_step,
+    decode_task,
+    encode_group,
+    encode_step,
+    encode_task,
+)
 from broker.flat import mask_of, runs_of, sampled_before
 from broker.messages import SCHEMA, Group, StepEntry, StepRecord, Task, Trajectory, VersionSpan
 from broker.validate import Limits
@@ -174,6 +183,10 @@ def body_with(**changes: object) -> bytes:
         (body_with(failures=[1]), "field 'failures'"),
         (body_with(seconds={"decode": "long"}), "field 'seconds'"),
         (body_with(seconds={"decode": float("nan")}), "finite numbers"),
+        (body_with(seconds={b"decode": 1.0}), "a map from names"),
+        (body_with(seconds={"decode": True}), "finite numbers"),
+        (body_with(stopped=[1.0]), "field 'stopped' holds something of another type"),
+        (body_with(mask=b"\0" * 4 * (MAX_FEW + 1)), "field 'mask' holds 1048577 numbers, more than 1048576"),
         (body_with(logprobs=b"12345"), "field 'logprobs' has 5 bytes, which is no multiple of 4"),
         (body_with(spans=b"\0" * 24), "field 'spans' holds 6 numbers"),
     ],
