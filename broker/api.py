@@ -6,6 +6,7 @@ Fenced where a newer trainer has taken the run. Every method of one protocol is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -174,6 +175,10 @@ class ServicePort(Protocol):
         ...
 
     async def order(self, order: Order) -> None: ...
+
+    def watch(self, on_outage: Callable[[str], None]) -> None:
+        """Be told why calls to the broker wait, once they have for a second, and "" when it answers again."""
+        ...
 
     def hasten(self) -> None:
         """The service is leaving: from now on a broker that is away is given up after `connect_timeout_s`."""

@@ -20,7 +20,6 @@ from producers.gauges import Gauges
 from producers.group import Stage, failed_group, play_group
 from producers.holding import Held, phase, room, too_old
 from producers.in_play import InPlay
-from producers.patience import Patience
 from producers.stragglers import reason, stragglers
 from weightsync.receiver import Commit
 
@@ -50,10 +49,6 @@ class Jobs:
     outage: str = ""
     """Why calls to the broker wait; empty while it answers."""
     _drained: bool = False
-
-    @property
-    def patience(self) -> Patience:
-        return Patience(leaving=self.leaving)
 
     @property
     def capacity(self) -> Capacity:
@@ -87,6 +82,13 @@ class Jobs:
         """There is a newer version: called by the receiver, before it is in the engine."""
         self.head = head
         self.stop_stragglers()
+
+    def on_outage(self, why: str) -> None:
+        """Calls to the broker wait, and why; or it answers again. Called by the port."""
+        self.outage = why
+        self.gauges.outage(why)
+        if not self.leaving.is_set():
+            self.gauges.host.enter(self.phase())
 
     def hold(self, delivery: TaskDelivery, budget_s: float) -> Held | None:
         """A task to play. None for one that plays here already, which comes again when the broker lost its tail, or
@@ -182,9 +184,7 @@ class Jobs:
         while True:
             delivery = held.delivery
             try:
-                answer = await self.patience(
-                    "publish", self.port.publish, self.name, delivery, replace(group, attempt=delivery.attempt)
-                )
+                answer = await self.port.publish(self.name, delivery, replace(group, attempt=delivery.attempt))
             except (BrokerUnavailable, Refused):
                 # A port in haste gives up early; how long a finished group may wait is for the drain to say.
                 if not self.leaving.is_set():

@@ -39,7 +39,6 @@ from headrace.service import Service
 from headrace.version import PolicyVersion
 from producers.gauges import Gauges
 from producers.jobs import Jobs
-from producers.patience import Patience
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +90,6 @@ class Producer:
         return self.jobs.version
 
     @property
-    def patience(self) -> Patience:
-        return self.jobs.patience
-
-    @property
     def last_calls_s(self) -> float:
         """What a last call to the broker may take once this producer leaves."""
         return self.config.broker.stream_block_ms / 1000 + self.config.broker.connect_timeout_s
@@ -106,16 +101,17 @@ class Producer:
             self._running.add(loop.__name__)
             self.service.add(loop.__name__, partial(self._until_end, loop))
         self.service.add("close", self.close)
+        self.port.watch(self.jobs.on_outage)
 
     def health(self) -> dict[str, Any]:
         """What /healthz shows."""
         shown = {"phase": self.jobs.phase(), "version": str(self.version or ""), "held": len(self.jobs.held)}
-        return {**shown, "outage": self.jobs.outage} if self.jobs.outage else shown
+        return {**shown, **self._outage()}
 
     async def receive_weights(self) -> None:
         """Follows the head until the service stops; jobs in play finish on the version that is there."""
         with self._unless_leaving():
-            await self.patience("weights", self.weights.run, self.service.stopping)
+            await self.weights.run(self.service.stopping)
 
     async def take(self) -> None:
         """Takes tasks while there is room, and starts a job for each; ends when stopping, after the drain."""
@@ -131,7 +127,7 @@ class Producer:
                         await _within(LOOK_AROUND_S, self.jobs.changed.wait())
                         continue
                     with self._unless_leaving():
-                        for delivery in await self.patience("take", self._take, count):
+                        for delivery in await self._take(count):
                             self._begin(delivery, jobs)
                 self.gauges.host.enter("drain")
                 await self.jobs.drain(self._drain_s)
@@ -143,7 +139,7 @@ class Producer:
         while not await self._ended(self.config.producer.lease_s / 4):
             if self.jobs.held:
                 with self._unless_leaving():
-                    self.jobs.lose(await self.patience("renew", self.port.renew, self.name, list(self.jobs.held)))
+                    self.jobs.lose(await self.port.renew(self.name, list(self.jobs.held)))
 
     async def heartbeat(self) -> None:
         """Says that this producer lives and how it does; stops with the run."""
@@ -152,7 +148,7 @@ class Producer:
             # Between a head and the next, rollouts begin that may be out of reach already.
             self.jobs.stop_stragglers()
             with self._unless_leaving():
-                await self.patience("heartbeat", self._beat)
+                await self._beat()
             if await self._ended(lease_s / 4):
                 return
 
@@ -161,7 +157,7 @@ class Producer:
         after, block_ms = "$", self.config.broker.stream_block_ms
         while not self.service.stopping.is_set():
             with self._unless_leaving():
-                for order in await self.patience("orders", self.port.orders, after, block_ms):
+                for order in await self.port.orders(after, block_ms):
                     after = order.order_id
                     self._obey(order)
 
@@ -218,7 +214,7 @@ class Producer:
         async with self._beating:
             if self._finished.is_set():
                 return
-            state = self.gauges.heartbeat(self.service.event_loop_lag_s, self.metrics_url)
+            state = {**self.gauges.heartbeat(self.service.event_loop_lag_s, self.metrics_url), **self._outage()}
             await self.port.heartbeat(replace(self.peer, state=state), self.config.producer.lease_s)
         await self._read_clock()
         run = await self.port.state()
@@ -227,7 +223,7 @@ class Producer:
 
     async def _read_clock(self) -> None:
         loop = asyncio.get_running_loop()
-        self._clock_ms = await self.patience("clock", self.port.now_ms) - loop.time() * 1000
+        self._clock_ms = await self.port.now_ms() - loop.time() * 1000
 
     def _budget_s(self, delivery: TaskDelivery) -> float:
         now_ms = self._clock_ms + asyncio.get_running_loop().time() * 1000
@@ -245,6 +241,9 @@ class Producer:
         if hasty:
             self._drain_s = min(self._drain_s, HASTY_S)
         self.service.stop(reason)
+
+    def _outage(self) -> dict[str, str]:
+        return {"outage": self.jobs.outage} if self.jobs.outage else {}
 
     @contextmanager
     def _unless_leaving(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from broker.api import Fence, Order, Peer, RunRecord, RunState
@@ -58,6 +59,9 @@ class MemoryService:
     async def order(self, order: Order) -> None:
         self.store.orders.append(replace(order, order_id=self.store.new_id()))
         self.store.wake()
+
+    def watch(self, on_outage: Callable[[str], None]) -> None:
+        """It is never away."""
 
     def hasten(self) -> None:
         """It is never away."""

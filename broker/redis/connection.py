@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from broker.redis.address import parts_of
 from broker.redis.failures import worth_waiting
 from broker.redis.scripts import scripts
+from broker.redis.waits import Waits
 from headrace.config import BrokerConfig
 from headrace.errors import BrokerUnavailable
 
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 32
 """Of one service to Redis; each blocking read holds one."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.02, 1.0
-SAY_AGAIN_S = 10.0
-"""An outage that lasts is said this often."""
 READ_MARGIN_S = 5.0
 """A reply may come this much later than the longest block."""
 _SERVER = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
@@ -75,7 +74,7 @@ class Connection:
         self._server = b""
         self._known: WeakSet[Any] = WeakSet()
         """Sockets that were open before, each at most `MAX_CONNECTIONS` times anew."""
-        self._said: dict[str, float] = {}
+        self.waits = Waits(self.place)
 
     def hasten(self) -> None:
         """From now on an outage is waited for no longer than `connect_timeout_s`."""
@@ -90,29 +89,34 @@ class Connection:
         """
         since: float | None = None
         backoff_s = FIRST_BACKOFF_S
-        while True:
-            try:
-                if not self._ready:
-                    await self._make_ready()
-                answer = await send()
-            except exceptions.NoScriptError:
-                self._ready = False
-                sentence = f"Redis at {self.place} forgets its scripts"
-            except exceptions.RedisError as error:
-                sentence = await self._look_at(error, on_failure)
-            else:
-                self._back(since)
-                return answer
-            now = time.monotonic()
-            since = now if since is None else since
-            left_s = since + self._patience_s - now
-            if left_s <= 0:
-                raise BrokerUnavailable(
-                    f"{sentence or self.place + ' keeps failing'}; gave up after {self._patience_s:g} s"
-                )
-            self._say(sentence, now - since)
-            await asyncio.sleep(min(backoff_s, left_s + 0.01) * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        answered = False
+        try:
+            while True:
+                try:
+                    if not self._ready:
+                        await self._make_ready()
+                    answer = await send()
+                except exceptions.NoScriptError:
+                    self._ready = False
+                    sentence = f"Redis at {self.place} forgets its scripts"
+                except exceptions.RedisError as error:
+                    sentence = await self._look_at(error, on_failure)
+                else:
+                    answered = True
+                    return answer
+                now = time.monotonic()
+                since = now if since is None else since
+                left_s = since + self._patience_s - now
+                if left_s <= 0:
+                    raise BrokerUnavailable(
+                        f"{sentence or self.place + ' keeps failing'}; gave up after {self._patience_s:g} s"
+                    )
+                self.waits.note(send, sentence, now - since, self._patience_s)
+                await asyncio.sleep(min(backoff_s, left_s + 0.01) * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        finally:
+            if since is not None:
+                self.waits.over(send, time.monotonic() - since, answered=answered)
 
     async def execute(self, *command: Any) -> Any:
         """One command, tried once."""
@@ -177,15 +181,3 @@ class Connection:
         """The sentence of an outage; empty for what is mended already. Raises BrokerUnavailable for all else."""
         sentence = await on_failure(error) if on_failure else None
         return worth_waiting(error, self.place) if sentence is None else sentence
-
-    def _say(self, sentence: str, lasted_s: float) -> None:
-        """Once for all calls that wait, and then now and again."""
-        now = time.monotonic()
-        if sentence and now - self._said.get(sentence, -SAY_AGAIN_S) >= SAY_AGAIN_S:
-            self._said = {text: at for text, at in self._said.items() if now - at < SAY_AGAIN_S} | {sentence: now}
-            log.warning("%s; waiting for it, %.0f s so far, %g s at most", sentence, lasted_s, self._patience_s)
-
-    def _back(self, since: float | None) -> None:
-        if since is not None and self._said:
-            self._said.clear()
-            log.warning("Redis at %s answers again after %.1f s", self.place, time.monotonic() - since)

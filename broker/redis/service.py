@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from broker.api import Order, Peer, RunRecord, RunState, RunStatus
@@ -69,6 +70,9 @@ class RedisService:
 
     async def order(self, order: Order) -> None:
         await self._link.script("order", order.kind, order.target, order.count, order.reason, MAX_ORDERS)
+
+    def watch(self, on_outage: Callable[[str], None]) -> None:
+        self._link.connection.waits.on_outage = on_outage
 
     def hasten(self) -> None:
         self._link.connection.hasten()

@@ -1,16 +1,13 @@
-"""How many tasks are taken, how long a broker may be away, and what a producer is told at its start."""
+"""How many tasks are taken, and figures between two readings."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import BrokerUnavailable
 from producers.capacity import Capacity
 from producers.engines.api import EngineStats
 from producers.gauges import occupancy, rate
-from producers.patience import Patience
 
 sizes = st.tuples(st.integers(1, 64), st.integers(0, 64)).map(lambda pair: Capacity(pair[0] + pair[1], pair[0]))
 
@@ -37,32 +34,6 @@ def test_a_long_tail_does_not_hold_up_the_slots(capacity: Capacity, data: st.Dat
         groups += [capacity.group_size] * capacity.tasks_to_take(sum(groups), 0)
         assert sum(groups) >= capacity.slots + capacity.group_size
         assert len(groups) <= capacity.most_held
-
-
-class Broker:
-    """Away for the first `outages` calls."""
-
-    def __init__(self, outages: int) -> None:
-        self.outages, self.calls = outages, 0
-
-    async def ask(self, question: str) -> str:
-        self.calls += 1
-        if self.calls <= self.outages:
-            raise BrokerUnavailable("away")
-        return question.upper()
-
-
-async def test_a_call_is_repeated_until_the_broker_is_back() -> None:
-    broker = Broker(outages=3)
-    assert await Patience(10.0, first_wait_s=0.001)("ask", broker.ask, "why") == "WHY"
-    assert broker.calls == 4
-
-
-async def test_a_broker_that_stays_away_is_an_error() -> None:
-    broker = Broker(outages=1000)
-    with pytest.raises(BrokerUnavailable, match="away"):
-        await Patience(0.05, first_wait_s=0.01)("ask", broker.ask, "why")
-    assert 1 < broker.calls < 10
 
 
 def test_figures_between_two_readings() -> None:
