@@ -87,20 +87,15 @@ class Player:
         else:
             self.answered.append(delivery)
 
+    def failed(self, delivery: TaskDelivery) -> Group:
+        return Group(**_common(delivery), trajectories=(), outcome="failed", error="reward raised ValueError: no")
+
     def group(self, delivery: TaskDelivery, version: PolicyVersion) -> Group:
-        task = delivery.task
-        common = {
-            "task_id": task.task_id,
-            "attempt": delivery.attempt,
-            "kind": task.kind,
-            "environment": task.environment,
-            "index": task.index,
-            "producer": "player",
-        }
+        task, common = delivery.task, _common(delivery)
         if task.task_id in self.stops:
             return Group(**common, trajectories=(), outcome="stale", error="lag 9", stopped_N=(40, 2, 0))
         if self.failing:
-            return Group(**common, trajectories=(), outcome="failed", error="reward raised ValueError: no")
+            return self.failed(delivery)
         members = tuple(
             self._trajectory(np.random.default_rng([task.seed, i]), version) for i in range(task.group_size)
         )
@@ -121,6 +116,18 @@ class Player:
     def _first(self, version: PolicyVersion) -> int:
         """Of the versions of its incarnation that it saw."""
         return min(known.step for known in (*self.manifests, version) if known.incarnation == version.incarnation)
+
+
+def _common(delivery: TaskDelivery) -> dict[str, Any]:
+    task = delivery.task
+    return {
+        "task_id": task.task_id,
+        "attempt": delivery.attempt,
+        "kind": task.kind,
+        "environment": task.environment,
+        "index": task.index,
+        "producer": "player",
+    }
 
 
 class Trainers:
