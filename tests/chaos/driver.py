@@ -16,7 +16,7 @@ from tests.chaos.faults import Fault, end
 from tests.chaos.replay import replay_wrong
 from tests.chaos.world import World
 
-LAST_STEPS = 40
+LAST_STEPS = 25
 """More than are made while a trainer that still goes on for ever is told to leave."""
 END_S = 180.0
 """What the last steps and everybody's leaving may take."""

@@ -80,7 +80,8 @@ def test_weights_that_differ_in_the_sign_of_a_zero(tmp_path: Path) -> None:
     for name, value in (("ran", 0.0), ("same", 0.0), ("other", -0.0)):
         position = RunPosition(PolicyVersion(1, 2), 0)
         model, optimizer = {"w": torch.tensor([value])}, {"step.w": torch.tensor(2.0)}
-        Checkpoints(tmp_path / name, 1, 1).save(position, {}, model, optimizer)
+        checkpoints = Checkpoints(tmp_path / name, 1, 1)
+        checkpoints.place(checkpoints.prepare(position, {}, model, optimizer))
     assert difference(tmp_path / "ran", tmp_path / "same", 2) == []
     assert difference(tmp_path / "ran", tmp_path / "other", 2) == ["model: w differs after the replay"]
     assert len(difference(tmp_path / "ran", tmp_path / "same", 3)) == 1
