@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory, redis_kind: str) -> 
 @pytest.fixture
 def run_id() -> str:
     """An id that no other test of this session uses."""
-    return f"test-{next(_numbers)}"
+    # Two sessions on one machine share its shared memory, where weight segments go by the run's id.
+    return f"test-{os.getpid()}-{next(_numbers)}"
 
 
 @pytest.fixture

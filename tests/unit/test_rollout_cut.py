@@ -108,7 +108,7 @@ async def test_a_stopped_group_is_stale_and_frees_its_slots() -> None:
     group = await playing
     assert (group.outcome, group.error, group.trajectories, group.failures) == ("stale", "too old", (), ())
     assert sorted(group.stopped_N)[0] == 0, "one waited for a slot"
-    assert sum(group.stopped_N) == engine.stats().decoded_tokens == in_play.sampled(engine)
+    assert 6 <= sum(group.stopped_N) == in_play.sampled(engine) <= engine.stats().decoded_tokens
     assert (engine.stats().busy_slots, engine.stats().waiting) == (0, 0)
     assert check_group(group, Limits(256, {"train": 4})) is None
     await engine.close()
