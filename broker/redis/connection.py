@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 
 from broker.redis.address import parts_of
 from broker.redis.failures import worth_waiting
+from broker.redis.packing import PACKING
 from broker.redis.scripts import scripts
 from broker.redis.waits import Waits
 from headrace.config import BrokerConfig
@@ -67,6 +68,7 @@ class Connection:
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )
+        pool.connection_class = PACKING[pool.connection_class]
         # Any: the client's own annotations leave its generic command out.
         self._client: Any = aioredis.Redis.from_pool(pool)
         self._ready = False
