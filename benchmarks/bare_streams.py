@@ -20,6 +20,7 @@ from redis.connection import PythonRespSerializer
 from redis.utils import HIREDIS_AVAILABLE
 
 from headrace.policy.memory import keep_freed_memory
+from headrace.service import collect_seldom
 
 Commands = list[tuple[Any, ...]]
 
@@ -86,6 +87,7 @@ class Reader:
 def serve(pipe: Pipe, url: str, bodies: list[bytes], depth: int, writer: bool) -> None:
     """One process: for each (way, count) from the pipe it makes ready and says so; told again, it plays the round."""
     keep_freed_memory()
+    collect_seldom()
     loop = uvloop.new_event_loop()
     clients: dict[Way, Any] = {}
     pipe.send(None)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, TypeVar
 from unittest import mock
@@ -21,6 +20,7 @@ from broker.connect import Run, connect_run
 from broker.messages import SCHEMA, Group, GroupDelivery, StepEntry, Task, TaskDelivery, Trajectory, VersionSpan
 from headrace.config import Config, TrainerConfig
 from headrace.policy.memory import keep_freed_memory
+from headrace.service import collect_seldom
 from headrace.version import PolicyVersion
 
 T = TypeVar("T")
@@ -29,7 +29,9 @@ VOCABULARY = 65_536
 GROUP_SIZE = 8
 POOL = 16
 """Different groups, sent in turn."""
-WINDOW = 512
+import os
+
+WINDOW = int(os.environ.get("W", "512"))
 """Groups that are admitted and not settled at most."""
 SLOTS = 128
 """Tasks that the producer holds at most."""
@@ -151,7 +153,9 @@ class Producer:
                     self._held[delivery.entry_id] = group.create_task(self._play(delivery))
 
     async def _play(self, delivery: TaskDelivery) -> None:
-        group = replace(next(self._groups), task_id=delivery.task.task_id, attempt=delivery.attempt)
+        made = next(self._groups)
+        names = delivery.task.task_id, delivery.attempt, made.kind, made.environment, made.index, PRODUCER
+        group = Group(*names, made.trajectories, seconds=made.seconds)
         answer = await self._run.publish(PRODUCER, delivery, group)
         assert answer == "published", f"task {delivery.task.task_id} was {answer}"
         del self._held[delivery.entry_id]
@@ -211,11 +215,17 @@ class Trainer:
         return Task(f"task-{number}", "train", "random", number, number, GROUP_SIZE, VERSIONS[0], self._deadline_ms, 7)
 
 
+def settle_in() -> None:
+    """What a service does at its start (`consumers/parts.py`, `headrace/service.py`)."""
+    keep_freed_memory()
+    collect_seldom()
+
+
 def producer_process(pipe: Pipe, url: str, run_id: str, groups: list[Group]) -> None:
     """Serves until told None; told True it meters from then on, told False it answers what it metered."""
 
     async def serve() -> None:
-        keep_freed_memory()
+        settle_in()
         run = connect_run(url, run_id)
         meter = Meter()
         told: asyncio.Queue[bool | None] = asyncio.Queue(2)
@@ -244,7 +254,7 @@ def trainer_process(pipe: Pipe, url: str, run_id: str, depth: int) -> None:
     """For each (count, metered) one round, answered with its tokens and stages; ends when told None."""
 
     async def serve() -> None:
-        keep_freed_memory()
+        settle_in()
         run = connect_run(url, run_id)
         fence = await run.take_fence(0)
         for version in VERSIONS:
