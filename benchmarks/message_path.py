@@ -29,9 +29,7 @@ VOCABULARY = 65_536
 GROUP_SIZE = 8
 POOL = 16
 """Different groups, sent in turn."""
-import os
-
-WINDOW = int(os.environ.get("W", "512"))
+WINDOW = 128
 """Groups that are admitted and not settled at most."""
 SLOTS = 128
 """Tasks that the producer holds at most."""

@@ -134,8 +134,8 @@ def main(name: str, start: Callable[[Service], Awaitable[None]], *, drain_s: flo
 def collect_seldom() -> None:
     """Have the cycle collector look seldom, and never again at what start-up made.
 
-    A group brings some dozens of objects that live until it is trained, none of them in a cycle. At Python's own
-    threshold of 700 new objects the collector took a seventh of the message path's time to look at them again and again.
+    A group brings some dozens of objects that live until it is trained, none of them in a cycle. To look at them again
+    and again, at Python's own threshold of 700 new objects, took a seventh of the message path's time.
     """
     gc.collect()
     gc.freeze()
