@@ -107,6 +107,7 @@ class Launcher:
     async def start(self, service: Service, runs: Runs, operator: OperatorPort) -> None:
         """Write the run's record, start its parts, and add the loops."""
         self._service, self._operator = service, operator
+        operator.watch(self._outage.heard)
         await self._record(runs)
         await runs.close()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.stop, "SIGHUP")
@@ -317,7 +318,8 @@ class Launcher:
     def _view(self) -> RunView:
         assert self._supervisor is not None
         away = self._outage.seconds
-        state = f"{self._state}, no answer from Redis for {away:.0f} s" if away else self._state
+        why = self._outage.why or "no answer from Redis"
+        state = f"{self._state}, {why} for {away:.0f} s" if away else self._state
         parts = self._roll_call.views(self._supervisor.parts.values())
         return RunView(self._plan.folder.run_id, state, self._step, self._plan.config.run.steps, parts)
 

@@ -26,6 +26,8 @@ class Outage:
         """Since when a call has had no answer; only one is under way at a time."""
         self._told = 0.0
         """When this outage was told last; 0 for one that is not told yet."""
+        self.why = ""
+        """What the broker's client says keeps calls waiting; empty when it does not know, or nothing does."""
         self._last = float("-inf")
         """When the broker was last known to be away."""
         self.answers = asyncio.Event()
@@ -50,6 +52,10 @@ class Outage:
         waited = 0.0 if self._asked is None else self._clock() - self._asked
         return waited if waited >= self._noticed_s else 0.0
 
+    def heard(self, why: str) -> None:
+        """Why calls wait, or "" once none does: said by the broker's client."""
+        self.why = why
+
     def was_since(self, then: float) -> bool:
         """Whether it was away at some time after `then`, on the monotonic clock."""
         return bool(self.seconds) or self._last >= then
@@ -61,7 +67,8 @@ class Outage:
             self.answers.clear()
         if seconds and (not self._told or now - self._told >= TOLD_S):
             self._told = now
-            return "away", f"no answer for {seconds:.0f} s; everybody waits for it, {self._outage_s:g} s at most"
+            why = f"{self.why}, " if self.why else "no answer "
+            return "away", f"{why}for {seconds:.0f} s; everybody waits for it, {self._outage_s:g} s at most"
         if not seconds and self._told:
             self._told = 0.0
             return "back", "it answers again"

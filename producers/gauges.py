@@ -45,6 +45,8 @@ class Gauges:
         self.taken = self.published = self.failed_rollouts = 0
         self._away_since: float | None = None
         self._away_from = 0.0
+        self._troubles: list[dict[str, Any]] = []
+        """Why it waits, for `headrace status`: what keeps a producer alive works while Redis is full."""
 
     def took(self, tasks: int) -> None:
         self.taken += tasks
@@ -69,6 +71,8 @@ class Gauges:
             self.event("outage_over", seconds=round(now - self._away_from, 3))
         if why and self._away_since is None:
             self._away_from = now
+        since = self._troubles[0]["since"] if self._troubles else round(time.time(), 1)
+        self._troubles = [{"kind": "broker", "reason": why, "since": since}] if why else []
         self._away_since = now if why else None
         self._metrics.gauge("outage", bool(why), help="1 while the broker keeps this producer waiting")
 
@@ -128,7 +132,8 @@ class Gauges:
             }
             self.event("state", **figures, phases=seconds)
         seconds_of_lane = {phase: round(seconds, 3) for phase, seconds in lane.items()}
-        return {**figures, "seconds": seconds_of_lane, "metrics_url": metrics_url}
+        said = {"seconds": seconds_of_lane, "metrics_url": metrics_url, "troubles": self._troubles}
+        return {**figures, **said}
 
     def event(self, event: str, **fields: Any) -> None:
         """One line in the journal, where there is one. A disk that is full ends no rollout."""

@@ -47,6 +47,11 @@ def test_an_outage_is_told_now_and_then_and_at_its_end(outage: Outage, clock: Cl
         event, text = outage.news() or ("", "")
         assert (event, text[:18]) == ("away", "no answer for 32 s")
         assert outage.seconds == NOTICED_S + TOLD_S
+        outage.heard("Redis at x:1 is loading its data")
+        clock.now += TOLD_S
+        event, text = outage.news() or ("", "")
+        assert text.startswith("Redis at x:1 is loading its data, for 62 s; everybody waits for it")
+        outage.heard("")
     assert outage.answers.is_set()
     assert outage.seconds == 0
     assert outage.news() == ("back", "it answers again")

@@ -108,3 +108,16 @@ def test_a_full_disk_ends_no_rollout(tmp_path: Path, caplog: pytest.LogCaptureFi
     told.event("three")
     assert '"event": "three"' in (tmp_path / "p1.jsonl").read_text()
     told.close()
+
+
+def test_a_heartbeat_says_why_the_producer_waits() -> None:
+    told, _ = gauges()
+    assert told.heartbeat(0.0, "")["troubles"] == []
+    told.outage("Redis is full")
+    (first,) = told.heartbeat(0.0, "")["troubles"]
+    told.outage("Redis cannot be reached")
+    (second,) = told.heartbeat(0.0, "")["troubles"]
+    assert [first["reason"], second["reason"]] == ["Redis is full", "Redis cannot be reached"]
+    assert first["since"] == second["since"], "it has waited since the first reason"
+    told.outage("")
+    assert told.heartbeat(0.0, "")["troubles"] == []
