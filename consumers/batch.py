@@ -51,16 +51,15 @@ class Batcher:
         self._rule = rule
         self._ready: deque[GroupDelivery] = deque()
         self._verdicts: deque[StepEntry] = deque(maxlen=MOST_NOTES)
+        self.nbytes = 0
+        """Of the groups that wait."""
 
     def __len__(self) -> int:
         return len(self._ready)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(delivery.nbytes for delivery in self._ready)
-
     def add(self, delivery: GroupDelivery) -> None:
         self._ready.append(delivery)
+        self.nbytes += delivery.nbytes
 
     def note(self, verdict: StepEntry) -> None:
         """A group was judged otherwise: the next step record says so."""
@@ -80,6 +79,7 @@ class Batcher:
             else:
                 fresh.append(delivery)
         self._ready = fresh
+        self.nbytes -= sum(delivery.nbytes for delivery, _ in stale)
         return stale
 
     def form(self, step: int, history: History, incarnation: int) -> Batch | None:
@@ -87,6 +87,7 @@ class Batcher:
         if len(self._ready) < self._size:
             return None
         chosen = [self._ready.popleft() for _ in range(self._size)]
+        self.nbytes -= sum(delivery.nbytes for delivery in chosen)
         verdicts = tuple(self._verdicts)
         self._verdicts.clear()
         return batch_of(PolicyVersion(incarnation, step + 1), chosen, self._rule, history, verdicts)

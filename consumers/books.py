@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
+from broker.messages import StepEntry
 from consumers.batch import Batch, Batcher
 from consumers.lag import History
 from consumers.retention import Retained
 from headrace.version import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """What is left of a batch that was trained on: its groups themselves are in the broker, should it be needed."""
+
+    entries: tuple[StepEntry, ...]
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -30,8 +40,11 @@ class Books:
     """The steps of all incarnations, this one's included once it has begun."""
     first: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
     """The first version of this incarnation, once it has begun."""
-    unsettled: list[Batch] = field(default_factory=list)
-    """Batches whose groups no durable checkpoint contains; bounded by `consumers/retention.py`."""
+    unsettled: deque[Unsettled] = field(default_factory=deque)
+    """Steps whose groups no durable checkpoint contains; bounded by `consumers/retention.py`."""
+    unsettled_groups: int = 0
+    """Their groups, which the broker still counts as outstanding."""
+    unsettled_bytes: int = 0
     largest: int = 0
     """Bytes of the largest group so far."""
     lost: int = 0
@@ -47,14 +60,9 @@ class Books:
         return PolicyVersion(self.incarnation, self.formed)
 
     @property
-    def unsettled_groups(self) -> int:
-        """Groups that are in a batch, while the broker still counts them as outstanding."""
-        return sum(len(batch.deliveries) for batch in self.unsettled)
-
-    @property
     def retained(self) -> Retained:
-        unsettled = sum(batch.nbytes for batch in self.unsettled)
-        return Retained(len(self.unsettled), unsettled, len(self.batcher), self.batcher.nbytes, self.largest)
+        waiting = self.batcher
+        return Retained(len(self.unsettled), self.unsettled_bytes, len(waiting), waiting.nbytes, self.largest)
 
     def begin(self, history: History) -> None:
         """All steps that can be made again are: this incarnation goes on from here."""
@@ -64,5 +72,15 @@ class Books:
     def took(self, batch: Batch) -> None:
         """A batch is formed: from now on its groups are not waited for."""
         self.formed += 1
-        self.unsettled.append(batch)
+        self.unsettled.append(Unsettled(batch.trained, batch.nbytes))
+        self.unsettled_groups += len(batch.deliveries)
+        self.unsettled_bytes += batch.nbytes
+        self.slots.set()
+
+    def settled(self, steps: int) -> None:
+        """The broker has closed the tasks of so many of the oldest unsettled steps."""
+        for _ in range(steps):
+            step = self.unsettled.popleft()
+            self.unsettled_groups -= len(step.entries)
+            self.unsettled_bytes -= step.nbytes
         self.slots.set()

@@ -81,8 +81,8 @@ class Saver:
     async def _take(self) -> None:
         """Write one, then settle what it contains, then remove old ones. Raises CheckpointError."""
         parts, books = self._parts, self._books
-        batches, mended = list(books.unsettled), self._port.mended
-        trained = [item for batch in batches for item in batch.trained]
+        steps, mended = len(books.unsettled), self._port.mended
+        trained = [item for step in books.unsettled for item in step.entries]
         seen = self._seen.with_trained(item.task_id for item in trained)
         position = RunPosition(books.version, books.cursor, seen)
         config = parts.config.model_dump(mode="json")
@@ -100,7 +100,6 @@ class Saver:
                 for item in trained:
                     self._seen.judge(item.task_id, item.verdict)
                 await self._port.settle(self._claim.fence, trained)
-                del books.unsettled[: len(batches)]
+                books.settled(steps)
             await self._worker(parts.checkpoints.trim)
-        books.slots.set()
         self._progress.event("checkpoint", step=books.formed)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from broker.api import Reign
 from consumers.batch import MOST_NOTES, Batcher
+from consumers.books import Books
 from consumers.ingest import entry
 from consumers.lag import History, Staleness
+from consumers.retention import Retained
 from headrace.version import PolicyVersion
 from tests.groups import delivery
 
@@ -37,6 +39,7 @@ def test_groups_over_the_bound_become_stale_and_stand_in_the_next_record() -> No
     assert batch is not None
     assert [(e.task_id, e.verdict) for e in batch.record.entries] == [("t1", "trained"), ("t0", "stale")]
     assert batcher.drop_stale(9, ALONE) == []
+    assert (len(batcher), batcher.nbytes) == (0, 0)
 
 
 def test_masked_tokens_are_counted_and_the_lag_is_that_of_the_rest() -> None:
@@ -58,3 +61,18 @@ def test_verdicts_that_wait_for_a_step_are_bounded() -> None:
     assert batch is not None
     assert len(batch.verdicts) == MOST_NOTES
     assert batch.verdicts[-1].task_id == f"t{MOST_NOTES + 4}", "the newest are kept"
+
+
+def test_books_keep_of_a_step_only_what_its_checkpoint_settles() -> None:
+    batcher = Batcher(2, Staleness(2))
+    books = Books(1, 0, 0, batcher)
+    for number in range(5):
+        batcher.add(delivery(number, 0, nbytes=10 + number))
+    for step in range(2):
+        batch = batcher.form(step, ALONE, 1)
+        assert batch is not None
+        books.took(batch)
+    assert (books.formed, books.unsettled_groups, books.retained) == (2, 4, Retained(2, 46, 1, 14, 0))
+    books.settled(1)
+    assert [entry.task_id for step in books.unsettled for entry in step.entries] == ["t2", "t3"]
+    assert (books.unsettled_groups, books.retained.unsettled_bytes) == (2, 25)

@@ -81,7 +81,7 @@ class Side:
                 self.seen.judge(item.task_id, item.verdict)
                 trained.append(item.task_id)
             await self.port.settle(self.claim.fence, list(batch.trained))
-            self.books.unsettled.clear()
+            self.books.settled(1)
         return trained
 
 
