@@ -48,7 +48,7 @@ def test_a_run_is_trained_on_what_a_foreign_producer_plays(
     file.write_text(CONFIG.format(model=model))
     environ = {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_RUN": "foreign"}
     process = launched.up("--config", str(file), "--run", "foreign", **environ)
-    wait_here(lambda: (launched.runs / "foreign").exists(), "there is a run", PATIENCE_S)
+    wait_here((launched.runs / "foreign").exists, "there is a run", PATIENCE_S)
     wait_here(lambda: launched.happened("trainer", "joined") > 0, "the trainer is there", PATIENCE_S)
     status = launched.headrace("status", **environ)
     assert "no producer plays" in status.stdout

@@ -51,7 +51,7 @@ def test_a_run_goes_on_over_deaths_of_its_redis(launched: Launches, tiny_model: 
     model = shutil.copytree(tiny_model, launched.folder / "model")
     file.write_text(CONFIG.format(steps=STEPS, model=model))
     process = launched.up("--config", str(file), "--run", "killed")
-    wait_here(lambda: (launched.runs / "killed").exists(), "there is a run", PATIENCE_S)
+    wait_here((launched.runs / "killed").exists, "there is a run", PATIENCE_S)
     wait_here(lambda: launched.happened("trainer", "joined") > 0, "the trainer is there", PATIENCE_S)
     for kills in range(KILLS):
         newest = max(launched.steps(), default=0)
