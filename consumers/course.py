@@ -233,6 +233,7 @@ class Course:
             try:
                 written = await write()
             except CheckpointError as error:
+                self.progress.event("write_failed", reason=str(error))
                 self.troubles.begin("file", f"{error}; it is tried again")
                 await self._pause(WRITE_AGAIN_S)
                 continue
