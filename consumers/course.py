@@ -97,12 +97,13 @@ class Course:
     def _say_fork(self, replay: Replay, history: History) -> None:
         """The step from which this incarnation goes its own way is the first of its reign."""
         books = self.claim.books
-        given_up = history.given_up(books.first)
-        if not replay.fork and not given_up:
+        # Redis may have lost its end with the steps; then the run's folder knows better.
+        given_up = max(history.given_up(books.first), self.progress.newest - books.formed)
+        if not replay.fork and given_up < 1:
             return
-        reason = replay.fork or f"the step log ends {given_up} steps before the newest version"
+        reason = replay.fork or f"the step log ends {given_up} steps before the newest that was made"
         self.progress.event("forked", step=books.formed, given_up=given_up, reason=reason)
-        log.warning("the history forks at step %d, %d published steps are given up: %s", books.formed, given_up, reason)
+        log.warning("the history forks at step %d, %d steps after it are given up: %s", books.formed, given_up, reason)
 
     # -- evaluation
 

@@ -34,7 +34,7 @@ class Progress:
         """Takes the journals over from earlier trainers. Raises ServiceError when the folder cannot be written."""
         self._steps = Lines(folder / "steps.jsonl", incarnation)
         self._events = Lines(folder / "trainer.jsonl", incarnation)
-        self._newest = int(self._steps.last.get("step", 0))
+        self.newest = int(self._steps.last.get("step", 0))
         """The step of the last line, perhaps an earlier trainer's."""
         self._tally = Tally(metrics, environments)
         self._lane = lane
@@ -104,7 +104,7 @@ class Progress:
         now, seconds = time.perf_counter(), self._lane.seconds()
         wall, idle = now - self._at, idle_fraction(seconds, self._seconds)
         self._at, self._seconds = now, seconds
-        self._newest = batch.version.step
+        self.newest = batch.version.step
         self._last = seconds, producer_phases(peers)
         producers = [peer.state for peer in peers if peer.role == "producer" and peer.alive]
         waits = [float(state["idle"]) for state in producers if "idle" in state]
@@ -144,7 +144,7 @@ class Progress:
     def replayed(self, batch: Batch, result: StepResult, peers: list[Peer]) -> None:
         """A step that an earlier trainer logged was made again. It gets its line, where that one died before it."""
         self.event("replayed", step=batch.version.step, loss=result.loss)
-        if batch.version.step > self._newest:
+        if batch.version.step > self.newest:
             self.step(batch, result, peers)
 
     def summary(

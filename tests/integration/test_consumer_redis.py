@@ -62,6 +62,36 @@ async def test_a_trainer_goes_on_when_its_redis_was(
     assert head.step == STEPS
 
 
+async def test_what_trainer_and_redis_lose_together_is_counted_and_the_history_forks(
+    begin: Begin, trainers: Trainers, redis_server: RedisProcess
+) -> None:
+    port, player, folder = await begin(run={"steps": STEPS}, checkpoint={"every": 1000}, evaluation={"prompts": 0})
+    player.may_be_superseded = True
+    first = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
+    size = redis_server.append_only_file.stat().st_size
+    await wait_until(lambda: len(lines(folder)) >= 5, "three more are made")
+    first.kill()
+    first.wait(20)
+    redis_server.kill()
+    with redis_server.append_only_file.open("r+b") as file:
+        file.truncate(size)
+    await asyncio.to_thread(redis_server.start)
+    second = trainers.start("--resume")
+    stderr = await trainers.end(second)
+    assert second.returncode == 0, stderr
+    made, said = lines(folder), events(folder)
+    (forked,) = [event for event in said if event["event"] == "forked"]
+    replayed = [event["step"] for event in said if event["event"] == "replayed"]
+    old = [line["step"] for line in made if line["version"][:2] == "1."]
+    assert replayed == list(range(1, forked["step"] + 1))
+    assert forked["given_up"] == old[-1] - forked["step"] > 0
+    assert [line["step"] for line in made if line["version"][:2] == "2."] == list(range(forked["step"] + 1, STEPS + 1))
+    sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
+    assert (sheet.closed, sheet.outstanding, sheet.verdicts["trained"]) == (True, 0, 2 * STEPS)
+    assert set(sheet.verdicts) <= {"trained", "lost", "dead", "superseded"}
+
+
 async def test_a_trainer_that_is_to_leave_does_not_wait_for_a_redis_that_is_gone(
     begin: Begin, trainers: Trainers, redis_server: RedisProcess
 ) -> None:
