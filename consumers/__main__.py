@@ -39,8 +39,7 @@ async def start(service: Service, told: Invocation) -> None:
     progress = Progress(parts.folder, lane, metrics, taken.fence.incarnation, labels)
     loops = TrainerLoops(service, port, parts, publisher, progress)
     endpoint = Endpoint(metrics, loops.health)
-    await endpoint.start(config.telemetry.host, told.metrics_port)
-    loops.metrics_url = f"http://{config.telemetry.host}:{endpoint.port}/metrics"
+    loops.metrics_url = await endpoint.start(config.telemetry.host, told.metrics_port)
 
     async def trains() -> None:
         try:

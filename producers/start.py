@@ -115,9 +115,9 @@ async def _engine(config: Config, folder: Path | None, stack: AsyncExitStack) ->
 
 async def _serve(endpoint: Endpoint, host: str, port: int, stack: AsyncExitStack) -> str:
     """Serve until the stack is closed; the URL of /metrics. Raises ServiceError when the port is taken."""
-    await endpoint.start(host, port)
+    url = await endpoint.start(host, port)
     stack.push_async_callback(endpoint.close)
-    return f"http://{host}:{endpoint.port}/metrics"
+    return url
 
 
 def _stage(

@@ -39,8 +39,7 @@ async def start(service: Service, told: Invocation) -> None:
         journal=journal,
     )
     endpoint = Endpoint(metrics, weights.health)
-    await endpoint.start(config.telemetry.host, told.metrics_port)
-    weights.metrics_url = f"http://{config.telemetry.host}:{endpoint.port}/metrics"
+    weights.metrics_url = await endpoint.start(config.telemetry.host, told.metrics_port)
 
     async def loops() -> None:
         try:
