@@ -23,7 +23,10 @@ class Endpoint:
         self.port = 0
 
     async def start(self, host: str, port: int) -> str:
-        """Bind; port 0 takes a free one. Returns the URL of `/metrics`. Raises ServiceError when it is taken or reaches beyond loopback."""
+        """Bind; port 0 takes a free one. Returns the URL of `/metrics`.
+
+        Raises ServiceError when the port is taken or the host reaches beyond loopback.
+        """
         if host not in LOOPBACK:
             raise ServiceError(
                 f"telemetry.host = {host!r} reaches beyond loopback, where /metrics would be open; use 127.0.0.1"
@@ -42,7 +45,7 @@ class Endpoint:
                 "choose another or 0 for a free one"
             ) from error
         self.port = self._runner.addresses[0][1]
-        return f"http://{host}:{self.port}/metrics"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     async def close(self) -> None:
         if self._runner is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -41,7 +42,8 @@ class Journal:
             while left:
                 left = left[self._stream.write(left) :]
         except OSError as error:
-            self._stream.truncate(size)
+            with contextlib.suppress(OSError):
+                self._stream.truncate(size)
             raise ServiceError(f"journal {self._stream.name} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:

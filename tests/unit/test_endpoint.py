@@ -72,7 +72,10 @@ def test_a_disk_that_takes_only_a_part_of_a_line_is_full(tmp_path: Path) -> None
             journal.write("step", n=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "events.jsonl").read_bytes() == b"", "nothing of a line is left, and the next one is whole"
+    journal.write("step", n=2)
     journal.close()
+    assert json.loads((tmp_path / "events.jsonl").read_text())["n"] == 2
 
 
 @pytest.mark.parametrize(
