@@ -32,7 +32,6 @@ LEASE_S = 4.0
 BLOCK_MS = 1000
 HELD = 8
 """Tasks that one producer holds at most."""
-GROUPS_PER_STEP = 8
 CHECKPOINT_EVERY = 10
 FAILS_EVERY = 101
 """Of so many groups one fails, with a reason of its own."""
@@ -137,6 +136,7 @@ class LightConsumer:
     run: Run
     fence: Fence
     window: int
+    groups_per_step: int
     step: int = 0
     number: int = 0
     """Of the next task."""
@@ -161,10 +161,10 @@ class LightConsumer:
                 await self._receive(delivery)
             if one_by_one and deliveries:
                 await self._admit(min(1, until - self.number))
-            while len(self._ready) >= GROUPS_PER_STEP:
+            while len(self._ready) >= self.groups_per_step:
                 await self._make_step()
                 if not one_by_one:
-                    await self._admit(min(GROUPS_PER_STEP, until - self.number))
+                    await self._admit(min(self.groups_per_step, until - self.number))
         if self._ready:
             await self._make_step()
         await self._settle()
@@ -190,7 +190,7 @@ class LightConsumer:
         await self.run.settle(self.fence, [StepEntry(delivery.entry_id, delivery.group.task_id, verdict, reason)])
 
     async def _make_step(self) -> None:
-        batch, self._ready = self._ready[:GROUPS_PER_STEP], self._ready[GROUPS_PER_STEP:]
+        batch, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
         trained = [StepEntry(one.entry_id, one.group.task_id, "trained") for one in batch]
         self.step += 1
         version = PolicyVersion(self.fence.incarnation, self.step)
@@ -214,7 +214,8 @@ class LightConsumer:
         deadline_ms = await self.run.now_ms() + DEADLINE_MS
         newest = PolicyVersion(self.fence.incarnation, self.step)
         numbers = range(self.number, self.number + count)
-        tasks = [Task(f"t{n}", "train", "random", n, n, GROUP_SIZE, newest, deadline_ms, self.step) for n in numbers]
+        # Ids of one length: what is kept of the last tasks is no larger than what is kept of the first.
+        tasks = [Task(f"t{n:09}", "train", "random", n, n, GROUP_SIZE, newest, deadline_ms, self.step) for n in numbers]
         self.number += count
         await self.run.admit(self.fence, tasks, self.number)
 
@@ -238,13 +239,13 @@ def fleet_process(pipe: Pipe, url: str, run_id: str, tokens: int) -> None:
     uvloop.run(serve())
 
 
-def consumer_process(pipe: Pipe, url: str, run_id: str, window: int) -> None:
+def consumer_process(pipe: Pipe, url: str, run_id: str, window: int, groups_per_step: int) -> None:
     """For each (count, one_by_one) one round, answered with seconds from publish to receipt; ends when told None."""
 
     async def serve() -> None:
         keep_freed_memory()
         run = connect_run(url, run_id)
-        consumer = LightConsumer(run, await run.take_fence(0), window)
+        consumer = LightConsumer(run, await run.take_fence(0), window, groups_per_step)
         while consumer.step < VERSIONS[-1].step:
             # The versions that the groups name are there before them.
             consumer.step += 1

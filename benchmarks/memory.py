@@ -44,7 +44,7 @@ BARS: dict[str, float | None] = {
     "redis_rss_growth": None,
 }
 GROUPS, PARTS = 200_000, 40
-PRODUCERS, TOKENS, WINDOW = 8, 64, 256
+PRODUCERS, TOKENS, WINDOW, GROUPS_PER_STEP = 8, 64, 256, 8
 RUN_ID = "memory"
 UNITS = {"entries": ""}
 LENGTHS = {b"stream": "XLEN", b"hash": "HLEN", b"zset": "ZCARD", b"list": "LLEN", b"set": "SCARD", b"string": "STRLEN"}
@@ -70,7 +70,7 @@ class Watch:
         # Any: the client's own annotations leave its generic command out.
         self._client: Any = redis.Redis.from_url(server.url)
         self._fleet = Peer(fleet_process, server.url, RUN_ID, TOKENS)
-        self._consumer = Peer(consumer_process, server.url, RUN_ID, WINDOW)
+        self._consumer = Peer(consumer_process, server.url, RUN_ID, WINDOW, GROUPS_PER_STEP)
 
     def part(self, groups: int) -> Sample:
         self._fleet.tell((PRODUCERS, 0.0))

@@ -8,7 +8,7 @@
 
 Groups of 8 trajectories of 64 tokens, so that what counts is the cost of a message and not of its bytes. Producers are
 light ones (`benchmarks/fleet.py`): all of them in one process, each with its own name, lease, connections and loops.
-At most 512 groups are under way, whatever the number of producers; the consumer makes a step of every 8 of them, with
+At most 512 groups are under way, whatever the number of producers; the consumer makes a step of every 64 of them, with
 everything that a trainer asks of the broker for it. CPU time is that of the operating system's accounts; rounds with
 different numbers of producers take turns, in an order that turns too, and each figure is a median.
 
@@ -43,7 +43,8 @@ from deploy.redis_server import RedisServer
 BARS: dict[str, float] = {"cpu_per_trajectory_64_vs_4": 1.25, "wakeup_vs_block": 2.0}
 PRODUCERS = (1, 4, 16, 64)
 TOKENS = 64
-WINDOW = 512
+WINDOW, GROUPS_PER_STEP = 512, 64
+"""As a trainer with `max_lag` 8 has them."""
 ROUND, WARM_UP = 3000, 500
 """Groups."""
 WAKEUPS = 100
@@ -76,7 +77,7 @@ class Scale:
         assert server.child is not None
         self._redis = psutil.Process(server.child.pid)
         self.fleet = Peer(fleet_process, server.url, RUN_ID, TOKENS)
-        self.consumer = Peer(consumer_process, server.url, RUN_ID, WINDOW)
+        self.consumer = Peer(consumer_process, server.url, RUN_ID, WINDOW, GROUPS_PER_STEP)
         self.reader = Peer(bare_reader, server.url)
         body = encode_group(replace(pool(TOKENS)[0], task_id="t100000"), VOCABULARY)
         self.writer = Peer(bare_writer, server.url, body)

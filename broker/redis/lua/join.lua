@@ -1,8 +1,9 @@
 -- KEYS record state tasks
 -- ALWAYS
 -- ARGV: producer, key of its heartbeat, lease in ms
--- A process that joins under a name holds nothing: what an earlier process of that name held is anybody's.
+-- A process that joins under a name holds nothing: what an earlier process of that name held is anybody's, at once.
 beat(state, ARGV[2], ARGV[3], true)
+redis.call('HDEL', state, 'looked')
 local moved = 0
 while true do
   local pending = redis.call('XPENDING', tasks, 'producers', '-', '+', 256, ARGV[1])

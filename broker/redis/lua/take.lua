@@ -4,7 +4,11 @@
 -- Answers the time and {id, deliveries, fields} of each.
 local me, beats, most = ARGV[1], ARGV[2], tonumber(ARGV[4])
 beat(state, beats .. me, ARGV[3], true)
-local merciful = now_ms() < tonumber(redis.call('HGET', state, 'mercy') or 0)
+local now, seen = now_ms(), redis.call('HMGET', state, 'mercy', 'looked')
+local merciful = now < tonumber(seen[1] or 0)
+-- To look takes the longer the more producers there are, so it is done once for all of them in an eighth of a lease.
+local since = now - tonumber(seen[2] or 0)
+local looks = ARGV[5] == '1' or not merciful and (since < 0 or since > ARGV[3] / 8)
 local held, taken = {}, {}
 for i = 6, #ARGV do
   held[ARGV[i]] = true
@@ -26,7 +30,7 @@ local function claim(consumer, scan)
   end
 end
 
-for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', tasks, 'producers')) do
+for _, info in ipairs(looks and redis.call('XINFO', 'CONSUMERS', tasks, 'producers') or {}) do
   local name, pending = info[2], info[4]
   if name == me then
     if ARGV[5] == '1' then
@@ -44,6 +48,9 @@ for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', tasks, 'producers')) do
   end
 end
 
+if looks and not merciful and #taken < most then
+  redis.call('HSET', state, 'looked', now)
+end
 if #taken < most then
   local read = redis.call('XREADGROUP', 'GROUP', 'producers', me, 'COUNT', most - #taken, 'STREAMS', tasks, '>')
   if read and read[1] then
@@ -52,4 +59,4 @@ if #taken < most then
     end
   end
 end
-return { now_ms(), taken }
+return { now, taken }
