@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from headrace.version import PolicyVersion
 
-SCHEMA = 2
+Schema = Literal[2]
+SCHEMA: Schema = 2
 """Schema number of the wire. A process that speaks another one is refused."""
 
 TaskKind = Literal["train", "eval"]

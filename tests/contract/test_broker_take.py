@@ -42,8 +42,8 @@ def encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Encode], None]:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"\xc1", "group: the body is not msgpack (FormatError)"),
-        (b"", "group: the body is not msgpack (ValueError)"),
+        (b"\xc1", "group: the body is not msgpack"),
+        (b"", "group: the body is not msgpack"),
         (b"\x92\x63\x80", "group: schema 99, but this process speaks 2"),
         (bytes(65 << 20), "an entry of 68157440 bytes, more than the 67108864 that a group may have"),
     ],
@@ -127,8 +127,8 @@ async def test_foreign_entries_end_in_dead_and_the_trainer_goes_on(run: Run, raw
     assert arrived.group.task_id == "a"
     assert (await run.depths()).dead == 5
     assert [fields[b"reason"].decode() for _, fields in raw.xrange(keys.of("dead"))] == [
-        "task: the body is not msgpack (FormatError)",
-        "task: the body is not msgpack (ValueError)",
+        "task: the body is not msgpack",
+        "task: the body is not msgpack",
         "its task has a group with other content already",
         "its task has the same group already",
         "no task waits for it",

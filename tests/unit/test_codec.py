@@ -166,26 +166,32 @@ def body_with(**changes: object) -> bytes:
     [
         (b"", "not msgpack"),
         (b"\xc1", "not msgpack"),
-        (b"\xa4\xff\xff\xff\xff", "not msgpack"),
+        (b"\xa4\xff\xff\xff\xff", r"not \[schema, fields\]"),
         (b"\x91" * 5000, "not msgpack"),
         (b"\xdd\xff\xff\xff\xff", "not msgpack"),
+        (b"\x92\xa4\xff\xff\xff\xff\x80", "not msgpack"),
+        (b"\x92\x02\xdf\xff\xff\xff\xff", "not msgpack"),
         (msgpack.packb(7), r"not \[schema, fields\]"),
         (msgpack.packb([SCHEMA]), r"not \[schema, fields\]"),
         (msgpack.packb([SCHEMA + 1, {}]), f"schema {SCHEMA + 1}, but this process speaks {SCHEMA}"),
-        (msgpack.packb([SCHEMA, []]), "not a map"),
-        (msgpack.packb([SCHEMA, {1: 2}]), "not msgpack"),
-        (body_with(task=3), "field 'task' is int, not str"),
-        (body_with(ids=...), "field 'ids' is NoneType, not bytes"),
-        (body_with(ids="text"), "field 'ids' is str, not bytes"),
-        (body_with(dtype="O"), "field 'dtype' is 'O'"),
-        (body_with(kind="test"), "field 'kind' is 'test'"),
-        (body_with(attempt=True), "field 'attempt' is bool, not int"),
-        (body_with(failures=[1]), "field 'failures'"),
-        (body_with(seconds={"decode": "long"}), "field 'seconds'"),
-        (body_with(seconds={"decode": float("nan")}), "finite numbers"),
-        (body_with(seconds={b"decode": 1.0}), "a map from names"),
-        (body_with(seconds={"decode": True}), "finite numbers"),
-        (body_with(stopped=[1.0]), "field 'stopped' holds something of another type"),
+        (msgpack.packb([SCHEMA, []]), "Expected object, got array"),
+        (msgpack.packb([SCHEMA, {1: 2}]), "Expected str"),
+        (msgpack.packb([True, {}]), "schema True"),
+        (msgpack.packb([SCHEMA, {}]) + b"\0", "not msgpack"),
+        (body_with(task=3), r"Expected str, got int - at \$\[1\].task"),
+        (body_with(ids=...), "missing required field ids"),
+        (body_with(ids="text"), r"Expected bytes, got str - at \$\[1\].ids"),
+        (body_with(dtype="O"), "Invalid enum value 'O'"),
+        (body_with(kind="test"), "Invalid enum value 'test'"),
+        (body_with(attempt=True), "Expected int, got bool"),
+        (body_with(attempt=2.0), "Expected int, got float"),
+        (body_with(outcome="dead"), "Invalid enum value 'dead'"),
+        (body_with(failures=[1]), r"Expected str, got int - at \$\[1\].failures\[0\]"),
+        (body_with(seconds={"decode": "long"}), r"Expected float, got str - at \$\[1\].seconds"),
+        (body_with(seconds={"decode": float("nan")}), "no finite number"),
+        (body_with(seconds={b"decode": 1.0}), "Expected str, got bytes"),
+        (body_with(seconds={"decode": True}), "Expected float, got bool"),
+        (body_with(stopped=[1.0]), "Expected int, got float"),
         (body_with(mask=b"\0" * 4 * (MAX_FEW + 1)), "field 'mask' holds 1048577 numbers, more than 1048576"),
         (body_with(logprobs=b"12345"), "field 'logprobs' has 5 bytes, which is no multiple of 4"),
         (body_with(spans=b"\0" * 24), "field 'spans' holds 6 numbers"),
@@ -216,10 +222,14 @@ def test_a_flipped_byte_is_refused_or_a_sound_group(place: int, byte: int, membe
 
 @pytest.mark.parametrize(
     ("entries", "says"),
-    [([["1-0", "a", "trained"]], "is not"), ([["1-0", "a", "eaten", ""]], "unknown verdict 'eaten'"), ([3], "is not")],
+    [
+        ([["1-0", "a", "trained"]], "Expected array of length 4, got 3"),
+        ([["1-0", "a", "eaten", ""]], "Invalid enum value 'eaten'"),
+        ([3], "Expected array, got int"),
+    ],
 )
 def test_a_step_record_with_nonsense_is_refused(entries: list[object], says: str) -> None:
     with pytest.raises(WireError, match=says):
         decode_step(msgpack.packb([SCHEMA, {"version": [1, 2], "entries": entries}]))
-    with pytest.raises(WireError, match="'version' holds 1 numbers, not 2"):
+    with pytest.raises(WireError, match=r"Expected array of length 2, got 1 - at \$\[1\].version"):
         decode_step(msgpack.packb([SCHEMA, {"version": [1], "entries": []}]))
