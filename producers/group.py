@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from broker.messages import Group, Task, TaskDelivery, TaskKind
+from headrace.objects import shortened
 from producers.environments.api import Environment, Rollout
 from producers.environments.calls import RolloutFailed
 from producers.in_play import InPlay, Member
@@ -45,7 +46,8 @@ async def play_group(stage: Stage, delivery: TaskDelivery, in_play: InPlay, budg
     task, start = delivery.task, time.monotonic()
     environment = stage.environments.get(task.environment)
     if environment is None:
-        in_play.fail(f"environment {task.environment!r} is not one of the run's: {', '.join(stage.environments)}")
+        known = ", ".join(stage.environments)
+        in_play.fail(f"environment {shortened(repr(task.environment))} is not one of the run's: {shortened(known)}")
     else:
         await _play_members(stage, environment, task, in_play, budget_s)
     group = assemble(delivery, stage.producer, in_play.ends(), stage.min_group_size)
