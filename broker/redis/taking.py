@@ -1,5 +1,7 @@
 """How the trainer takes groups: one round trip that asks the fence and reads, one that asks who waits for them.
 
+Where few tasks wait for a group, their states come with the first: then whoever waits for a group has it sooner.
+
 A trainer that lost its fence may still read in that round trip; its deliveries are the new one's at its next look,
 which adopts whatever other consumers hold.
 """
@@ -7,6 +9,7 @@ which adopts whatever other consumers hold.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from broker.api import Fence, Reign
@@ -24,7 +27,22 @@ BATCH = 256
 """Deliveries that are adopted at once, so that no script blocks Redis for long."""
 PAGE = 32
 """Groups read at once when an earlier trainer's are taken over."""
+FEW = 64
+"""Tasks whose states are asked with each read."""
 _REIGN = re.compile(r"([0-9]{1,10}) ([0-9]{1,10})")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a read told besides its entries."""
+
+    replays: int
+    open: dict[str, list[str]]
+    """Task to where it is and the entry of it that is open."""
+
+    def waits(self, arrival: Arrival) -> bool:
+        """Whether this is the entry that its task waits for."""
+        return self.open.get(arrival.task_id) == ["g", arrival.entry_id]
 
 
 class RedisTaking(RedisService):
@@ -42,9 +60,16 @@ class RedisTaking(RedisService):
     async def take_groups(self, fence: Fence, count: int, block_ms: int) -> list[GroupDelivery]:
         if count < 1:
             return []
-        entries = await self._link.call(lambda: self._take_groups_once(fence, count, block_ms))
+        entries, told = await self._link.call(lambda: self._take_groups_once(fence, count, block_ms))
+        mended = self._mender.mended
         await self._link.whole()
-        return await self._deliver(fence, entries, look=len(entries) >= fitting(count, *self._left))
+        arrivals = [arrival_of(entry_id, fields) for entry_id, fields in entries]
+        look = len(entries) >= fitting(count, *self._left)
+        if told and not look and mended == self._mender.mended and all(map(told.waits, arrivals)):
+            await self._mender.heard(told.replays)
+            self._left = 0, 0
+            return await self._receive_all(fence, arrivals, [""] * len(arrivals))
+        return await self._deliver(fence, arrivals, look=look)
 
     async def open_groups(self, fence: Fence) -> list[GroupDelivery]:
         while await self._link.script("adopt", _consumer(fence), BATCH, fence=fence):
@@ -57,7 +82,8 @@ class RedisTaking(RedisService):
             if not page:
                 return delivered
             after = text(page[-1][0])
-            delivered += await self._deliver(fence, entries_of(page), look=False)
+            arrivals = [arrival_of(entry_id, fields) for entry_id, fields in entries_of(page)]
+            delivered += await self._deliver(fence, arrivals, look=False)
 
     async def reigns(self) -> dict[int, Reign]:
         for incarnation, reign in reigns_of(await self._link.send("HGETALL", self._link.keys.of("reigns"))).items():
@@ -69,22 +95,35 @@ class RedisTaking(RedisService):
         stream = self._link.keys.of("groups")
         return "XREADGROUP", "GROUP", "trainer", _consumer(fence), "COUNT", count, *block, "STREAMS", stream, after
 
-    async def _take_groups_once(self, fence: Fence, count: int, block_ms: int) -> list[Entry]:
+    async def _take_groups_once(self, fence: Fence, count: int, block_ms: int) -> tuple[list[Entry], Told | None]:
         """Tried again by the caller when the connection fails: then `_groups_lost` says that a reply may be lost."""
         count = fitting(count, *self._left)
         lost, self._groups_lost = self._groups_lost, True
         entries = await self._missed(fence, count) if lost else []
-        more = len(entries) >= count
+        more, told = len(entries) >= count, None
         if not entries:
             read = self._read(fence, count, block_ms if block_ms > 0 else None)
-            adopted, reply = await self._link.once_all((self._adopt(fence), read))
+            few = self._few()
+            adopted, reply, *says = await self._link.once_all((self._adopt(fence), read, *self._asks(few)))
             entries = stream_entries(reply)
+            told = _told(few, *says) if few else None
             more = bool(adopted)
             if more and not entries:
                 entries = await self._missed(fence, count)
         self._groups_lost = more
         # A Redis that came back without its last writes delivers anew what this trainer still holds.
-        return [entry for entry in entries if not self._held.knows(entry[0])]
+        return [entry for entry in entries if not self._held.knows(entry[0])], told
+
+    def _few(self) -> list[str]:
+        """Tasks that wait for a group, where there are few."""
+        outstanding, held = self._mender.mirror.outstanding, self._held.entries
+        if len(outstanding) - len(held) > FEW:
+            return []
+        return [task_id for task_id in outstanding if task_id not in held][:FEW]
+
+    def _asks(self, few: list[str]) -> list[tuple[Any, ...]]:
+        of = self._link.keys.of
+        return [("HMGET", of("open"), *few), ("HGET", of("state"), "replays")] if few else []
 
     def _adopt(self, fence: Fence) -> tuple[Any, ...]:
         return self._link.evalsha("adopt", _consumer(fence), BATCH, fence=fence)
@@ -98,18 +137,20 @@ class RedisTaking(RedisService):
         stream = self._link.keys.of("groups")
         return entries_of(await self._link.once(("XCLAIM", stream, "trainer", me, 0, *missed)))
 
-    async def _deliver(self, fence: Fence, entries: list[Entry], *, look: bool) -> list[GroupDelivery]:
-        if not entries:
+    async def _deliver(self, fence: Fence, arrivals: list[Arrival], *, look: bool) -> list[GroupDelivery]:
+        if not arrivals:
             return []
-        arrivals = [arrival_of(entry_id, fields) for entry_id, fields in entries]
         names = [part for arrival in arrivals for part in (arrival.entry_id, arrival.task_id)]
         replays, number, nbytes, *states = await self._link.script("arrived", int(look), *names)
         await self._mender.heard(replays)
         came = sum(len(arrival.body) for arrival in arrivals)
         self._left = number, max(0, nbytes - self._held.nbytes - came)
+        return await self._receive_all(fence, arrivals, list(map(text, states)))
+
+    async def _receive_all(self, fence: Fence, arrivals: list[Arrival], states: list[str]) -> list[GroupDelivery]:
         limits = limits_of(await self.record())
         delivered = []
-        for arrival, state in zip(arrivals, map(text, states), strict=True):
+        for arrival, state in zip(arrivals, states, strict=True):
             delivery = await self._receive(fence, arrival, state, limits)
             if delivery is not None:
                 delivered.append(delivery)
@@ -150,6 +191,10 @@ async def small(link: Link) -> bool:
     """Whether all groups that are there have together no more bytes than one of them may have."""
     _, _, nbytes = await link.script("arrived", 1)
     return int(nbytes) <= MAX_GROUP_BYTES
+
+
+def _told(few: list[str], states: list[bytes | None], replays: bytes | None) -> Told:
+    return Told(int(replays or 0), {name: text(raw).split(" ")[1:] for name, raw in zip(few, states, strict=True)})
 
 
 def arrival_of(entry_id: str, fields: Fields) -> Arrival:
