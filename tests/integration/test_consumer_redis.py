@@ -51,7 +51,6 @@ async def test_a_trainer_goes_on_when_its_redis_was(
     assert sheet["verdicts"]["trained"] == 2 * STEPS, "each group is trained on once, and none is missing"
     assert sheet["verdicts"].get("lost", 0) == lines(folder)[-1]["lost"]
     said = events(folder)
-    assert "announced_again" in [event["event"] for event in said]
     early = [event["step"] for event in said if event["event"] == "checkpoint" and event["step"] < STEPS]
     assert len(early) == lines(folder)[-1]["mended"] == 1, "one checkpoint each time that Redis came back"
     asked = [delivery.task.task_id for delivery in player.answered]
