@@ -34,9 +34,7 @@ class RedisRuns:
         if not record.created_ms:
             seconds, micros = await self._send("TIME")
             record = replace(record, created_ms=int(seconds) * 1000 + int(micros) // 1000)
-        script = scripts()["create"]
-        names = map(keys.of, script.keys)
-        if not await self._send("EVALSHA", script.sha, len(script.keys), *names, encode_record(record)):
+        if not await self._script("create", keys, encode_record(record)):
             raise Refused(f"run id {record.run_id!r} is taken at Redis at {self._connection.place}; choose another")
 
     async def amend(self, record: RunRecord) -> None:
@@ -53,9 +51,7 @@ class RedisRuns:
         A mark stays for an hour, so that its trainer does not take the run for one that Redis lost.
         """
         keys = Keys(run_id)
-        if await self._send("EXISTS", keys.of("record")):
-            await self._send("SET", keys.of("deleted"), "1", "PX", KEEP_DELETED_MS)
-        deleted = int(await self._send("UNLINK", keys.of("record")))
+        deleted = int(await self._script("delete", keys, KEEP_DELETED_MS))
         found = [key for key in await self._keys(keys.everything) if key != keys.of("deleted")]
         for first in range(0, len(found), SCAN):
             deleted += int(await self._send("UNLINK", *found[first : first + SCAN]))
@@ -72,6 +68,10 @@ class RedisRuns:
             found.update(text(key) for key in page)
             if not cursor:
                 return sorted(found)
+
+    async def _script(self, name: str, keys: Keys, *args: Any) -> Any:
+        script = scripts()[name]
+        return await self._send("EVALSHA", script.sha, len(script.keys), *map(keys.of, script.keys), *args)
 
     async def _send(self, *command: Any) -> Any:
         return await self._connection.call(lambda: self._connection.execute(*command))

@@ -267,3 +267,15 @@ async def test_deleting_is_for_good(runs: Runs, run: Run, raw: redis.Redis, run_
     (mark,) = raw.scan_iter(f"{{hr:{run_id}}}:*")
     assert mark == Keys(run_id).of("deleted").encode()
     assert raw.pttl(mark) > 0
+
+
+async def test_a_run_leaves_a_redis_that_is_full(redis_process: Callable[..., RedisProcess], record: RunRecord) -> None:
+    server = redis_process()
+    runs = connect_runs(server.url, HASTY)
+    await runs.create(record)
+    with redis.Redis.from_url(server.admin_url) as admin:
+        admin.config_set("maxmemory", 1)
+        assert await runs.delete(record.run_id) > 1
+        (mark,) = admin.scan_iter("*")
+        assert mark == Keys(record.run_id).of("deleted").encode()
+    await runs.close()
