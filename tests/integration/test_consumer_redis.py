@@ -91,6 +91,37 @@ async def test_what_trainer_and_redis_lose_together_is_counted_and_the_history_f
     assert set(sheet.verdicts) <= {"trained", "lost", "dead", "superseded"}
 
 
+async def test_a_trainer_that_waits_puts_an_emptied_redis_right(
+    begin: Begin, trainers: Trainers, redis_server: RedisProcess
+) -> None:
+    """Its newest version is announced anew, so that producers go on, and it takes a checkpoint."""
+    port, player, folder = await begin(run={"steps": STEPS}, checkpoint={"every": 1000}, evaluation={"prompts": 0})
+    player.may_be_superseded = True
+    process = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
+    player.paused = True
+
+    async def rests() -> bool:
+        depths = await port.depths()
+        played = depths.tasks_held == depths.groups_waiting == 0
+        return played and depths.groups_held - 2 * len(lines(folder)) < 2
+
+    await wait_until(rests, "nothing is left to train on")
+    head = await port.head()
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    await wait_until(lambda: "announced_again" in [event["event"] for event in events(folder)], "it is announced")
+    await wait_until(lambda: "checkpoint" in [event["event"] for event in events(folder)], "it takes a checkpoint")
+    assert await port.head() == head
+    assert head is not None
+    assert await port.manifest(head) is not None
+    player.paused = False
+    stderr = await trainers.end(process)
+    assert process.returncode == 0, stderr
+    sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
+    assert (sheet.closed, sheet.outstanding, sheet.verdicts["trained"]) == (True, 0, 2 * STEPS)
+
+
 async def test_a_trainer_that_is_to_leave_does_not_wait_for_a_redis_that_is_gone(
     begin: Begin, trainers: Trainers, redis_server: RedisProcess
 ) -> None:
