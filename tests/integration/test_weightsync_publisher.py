@@ -43,6 +43,18 @@ async def test_publish_is_skipped_while_readers_hold_all_segments(trainer: Train
     assert [await port.manifest(trainer.version(step)) is None for step in (0, 1, 2, 3)] == [True, True, True, False]
 
 
+async def test_what_redis_forgot_of_the_newest_version_is_said_again(trainer: Trainer) -> None:
+    await trainer.publisher.announce_again()
+    assert await trainer.port.head() is None, "there is nothing to say yet"
+    assert await trainer.publish(0)
+    assert await trainer.publish(1)
+    manifest = await trainer.port.manifest(trainer.version(1))
+    await trainer.port.forget(trainer.version(1))
+    await trainer.publisher.announce_again()
+    assert await trainer.port.manifest(trainer.version(1)) == manifest
+    assert await trainer.port.head() == trainer.version(1)
+
+
 async def test_event_loop_lives_while_the_publisher_casts(trainer: Trainer) -> None:
     loop_was_free = threading.Event()
 
