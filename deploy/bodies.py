@@ -10,6 +10,7 @@ import numpy as np
 
 from broker.codec import decode_flat
 from broker.flat import FlatGroup
+from deploy.printable import printable
 from headrace.errors import WireError
 from headrace.version import PolicyVersion
 
@@ -47,11 +48,6 @@ def hex_lines(body: bytes) -> list[str]:
     if len(body) > len(shown):
         lines.append(f"… {len(body) - len(shown):,} more bytes; --output FILE writes all that were kept")
     return lines
-
-
-def printable(text: str) -> str:
-    """Text of unknown origin without anything that a terminal would obey."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _fields(body: bytes) -> Iterator[str]:

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from broker.api import DeadLetter, OperatorPort
 from deploy.ages import age
-from deploy.bodies import describe, hex_lines, printable
+from deploy.bodies import describe, hex_lines
+from deploy.printable import printable
 from headrace.errors import ConfigError, Refused, ServiceError
 
 PAGE = 64

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.api import Balance
+from deploy.printable import printable
 
 _MOST_EXAMPLES = 4
 _PROMPT_CHARACTERS = 72
@@ -93,7 +94,7 @@ def _stages(summary: dict[str, Any]) -> RenderableType | None:
 
 
 def one_line(text: str) -> str:
-    return text.strip().replace("\n", "⏎")
+    return printable(text.strip().replace("\n", "⏎"))
 
 
 def without_shared_lines(prompts: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from broker.api import OperatorPort, RunRecord
 from broker.messages import Group, Trajectory
+from deploy.printable import printable
 from deploy.report import one_line
 from deploy.run_folder import RunFolder
 
@@ -112,7 +113,7 @@ async def stream(operator: OperatorPort, console: Console, *, count: int, follow
 def show(console: Console, rollout: Shown) -> None:
     outcome = "" if rollout.reason else f"  reward {rollout.reward:.2f}  lag {rollout.lag}"
     head = f"{rollout.task}{outcome}  {rollout.finish_reason}  {rollout.producer}"
-    console.print(Text(head, style="bold" if rollout.reward > 0 else "dim"))
+    console.print(Text(printable(head), style="bold" if rollout.reward > 0 else "dim"))
     if rollout.reason:
         console.print(Text.assemble(("  failed      ", "dim"), (one_line(rollout.reason), "red")))
         return

@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deploy.printable import printable
+
 STYLES = {
     **dict.fromkeys(("died", "killed", "silent", "stuck", "away", "in trouble"), "red"),
     **dict.fromkeys(("replaced", "changed"), "yellow"),
@@ -66,7 +68,7 @@ class Screen:
 
     def event(self, part: str, event: str, text: str) -> None:
         """Something happened to a part."""
-        self.line(f"{part} {event}: {text}" if text else f"{part} {event}", STYLES.get(event, "dim"))
+        self.line(f"{part} {event}: {printable(text)}" if text else f"{part} {event}", STYLES.get(event, "dim"))
 
     def show(self, view: RunView) -> None:
         """Redraw the panel; nothing where there is none."""

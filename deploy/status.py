@@ -8,9 +8,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from broker.api import OperatorPort, Peer, QueueDepths, RunState
 from deploy.ages import age
+from deploy.printable import printable
 from deploy.report import balance_line, sheet_fields
 from deploy.troubles import troubles
 
@@ -70,7 +72,7 @@ def _process(peer: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def show(console: Console, status: dict[str, Any]) -> None:
-    reason = f" ({status['reason']})" if status["reason"] else ""
+    reason = f" ({printable(status['reason'])})" if status["reason"] else ""
     console.print(f"run {status['run']}: {status['status']}{reason}, step {status['step']}", markup=False)
     console.print(_processes(status["processes"]))
     queues = status["queues"]
@@ -81,9 +83,9 @@ def show(console: Console, status: dict[str, Any]) -> None:
     for kind, sheet in status["balance"].items():
         console.print(f"balance, {kind}: {balance_line(sheet)}")
         for reason, count in sorted(sheet["reasons"].items()):
-            console.print(f"    {count} {reason}", markup=False)
+            console.print(f"    {count} {printable(reason)}", markup=False)
     for note in status["notes"]:
-        console.print(note, style="yellow", markup=False)
+        console.print(printable(note), style="yellow", markup=False)
 
 
 def _processes(processes: list[dict[str, Any]]) -> Table:
@@ -92,7 +94,7 @@ def _processes(processes: list[dict[str, Any]]) -> Table:
         table.add_column(column, justify="right" if column in ("pid", "lag", "tokens/s", "idle") else "left")
     for peer in processes:
         said = peer["state"]
-        table.add_row(
+        cells = (
             peer["name"],
             peer["role"],
             peer["host"],
@@ -103,6 +105,7 @@ def _processes(processes: list[dict[str, Any]]) -> Table:
             _figure(said.get("tokens_per_s"), ".0f"),
             _figure(said.get("idle"), ".0%"),
         )
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 

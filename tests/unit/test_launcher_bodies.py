@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.codec import encode_group, encode_task
-from deploy.bodies import ROW, SHOWN_BYTES, describe, hex_lines, printable
+from deploy.bodies import ROW, SHOWN_BYTES, describe, hex_lines
+from deploy.printable import printable
 from tests.support import make_group, make_task
 
 TASK = make_task("t")

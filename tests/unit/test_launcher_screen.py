@@ -10,7 +10,7 @@ from rich.console import Console
 from broker.messages import Group, Trajectory, VersionSpan
 from deploy.progress import Follower, step_line
 from deploy.report import balance_line, last_part, print_report, without_shared_lines
-from deploy.rollouts import Decoder, rollouts_of, show
+from deploy.rollouts import Decoder, Shown, rollouts_of, show
 from deploy.screen import PartView, RunView, Screen, panel
 from headrace.version import PolicyVersion
 
@@ -144,6 +144,17 @@ def test_what_failed_shows_its_reason_and_no_reward() -> None:
     target = console()
     show(target, shown)
     assert text_of(target) == "arithmetic/3  failed  producer-1\n  failed      too few members\n"
+
+
+def test_what_a_model_says_does_not_reach_the_terminal_as_a_command() -> None:
+    target = console()
+    show(target, Shown("t\x1b[2J", "p", "Hi", "\x1b]0;title\x07seven", 1.0, 0, "stop"))
+    with Screen(target) as screen:
+        screen.event("trainer", "in trouble", "\x9b31m full")
+    said = text_of(target)
+    assert "\\x1b]0;title\\x07seven" in said
+    assert "\\x9b31m full" in said
+    assert not {"\x1b", "\x9b", "\x07"} & set(said)
 
 
 def test_a_long_prompt_shows_its_end() -> None:

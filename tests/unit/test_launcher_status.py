@@ -64,12 +64,17 @@ def test_a_redis_that_is_nearly_full_is_said() -> None:
 
 def test_reasons_are_shown_as_they_are() -> None:
     console = Console(file=io.StringIO(), width=200)
-    sheet = {"admitted": 1, "outstanding": 0, "closed": True, "verdicts": {"dead": 1}, "reasons": {"dead: [x] {": 1}}
+    reasons = {"dead: [x] {\x1b": 1}
+    sheet = {"admitted": 1, "outstanding": 0, "closed": True, "verdicts": {"dead": 1}, "reasons": reasons}
     queues = {"tasks_waiting": 0, "tasks_held": 0, "groups_waiting": 0, "groups_held": 0, "dead": 1}
-    state = {"run": "r", "status": "failed", "reason": "[red]no", "step": 3, "queues": queues, "processes": []}
+    figures = {"version": "[/1]", "tokens_per_s": 3, "idle": 0.5}
+    named = {"name": "p\x1b[2J", "role": "producer", "host": "[/h]", "pid": 1, "alive": True}
+    processes = [{**named, "state": figures, "lag": 0}]
+    state = {"run": "r", "status": "failed", "reason": "[red]no", "step": 3, "queues": queues, "processes": processes}
     show(console, {**state, "balance": {"train": sheet}, "notes": ["1 dead: see [it]"]})
     assert isinstance(console.file, io.StringIO)
     said = console.file.getvalue()
+    assert "p\\x1b[2J  producer  [/h]" in said
     assert "run r: failed ([red]no), step 3" in said
-    assert "    1 dead: [x] {" in said
+    assert "    1 dead: [x] {\\x1b\n" in said
     assert "1 dead: see [it]" in said
