@@ -20,7 +20,7 @@ from broker.redis.link import Link, text
 from headrace.errors import HeadraceError
 
 MOST_GROUPS = 32
-MOST_BYTES = 4 << 20
+MOST_BYTES = 2 << 20
 """Of one script, so that none keeps Redis for long. One group may have more."""
 
 
@@ -33,6 +33,13 @@ class _Waiting:
     """Entry id of the task, task id, attempt, kind."""
     body: bytes
     answer: asyncio.Future[str]
+
+    def end(self, error: BaseException) -> None:
+        """No answer comes any more."""
+        if isinstance(error, asyncio.CancelledError):
+            self.answer.cancel()
+        elif not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Outbox:
@@ -64,11 +71,13 @@ class Outbox:
         try:
             while batch := self._next():
                 await self._send(batch)
+        except BaseException as error:
+            for waiting in (*batch, *self._waiting):
+                waiting.end(error)
+            self._waiting.clear()
+            raise
         finally:
             self._sending = None
-            for waiting in (*batch, *self._waiting):
-                waiting.answer.cancel()
-            self._waiting.clear()
 
     async def _send(self, batch: list[_Waiting]) -> None:
         groups = [part for waiting in batch for part in (*waiting.names, waiting.body)]
@@ -76,8 +85,7 @@ class Outbox:
             answers = await self._link.script("publish", batch[0].producer, KEEP_PUBLISHED, *groups)
         except HeadraceError as error:
             for waiting in batch:
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(error)
+                waiting.end(error)
             return
         for waiting, answer in zip(batch, answers, strict=True):
             if not waiting.answer.done():
