@@ -38,18 +38,15 @@ class Way:
 
     asynchronous: bool
     hiredis: bool
-    deletes: bool
-    """Entries that are acknowledged are deleted in the same pipeline, so that Redis's memory does not grow."""
 
     def __str__(self) -> str:
-        parts = ("asyncio" if self.asynchronous else "sync", "hiredis" if self.hiredis else "pure Python")
-        return ", ".join((*parts, "with XDEL") if self.deletes else parts)
+        return f"{'asyncio' if self.asynchronous else 'sync'}, {'hiredis' if self.hiredis else 'pure Python'}"
 
 
 def ways() -> list[Way]:
     """All that this machine has."""
     parsers = (False, True) if HIREDIS_AVAILABLE else (False,)
-    return [Way(*flags) for flags in itertools.product((False, True), parsers, (False, True))]
+    return [Way(*flags) for flags in itertools.product((False, True), parsers)]
 
 
 def writes(bodies: list[bytes], count: int, depth: int) -> Iterator[Commands]:
@@ -62,9 +59,8 @@ def writes(bodies: list[bytes], count: int, depth: int) -> Iterator[Commands]:
 class Reader:
     """The consumer's pipelines: each acknowledges what the one before brought."""
 
-    def __init__(self, deletes: bool, count: int, depth: int) -> None:
-        self._deletes, self._depth = deletes, depth
-        self._left = count
+    def __init__(self, count: int, depth: int) -> None:
+        self._left, self._depth = count, depth
         self._ids: list[bytes] = []
 
     def next(self) -> Commands:
@@ -72,8 +68,6 @@ class Reader:
         commands: Commands = []
         if self._ids:
             commands.append(("XACK", STREAM, GROUP, *self._ids))
-            if self._deletes:
-                commands.append(("XDEL", STREAM, *self._ids))
         if self._left:
             place = ("COUNT", self._depth, "BLOCK", BLOCK_MS, "STREAMS", STREAM, ">")
             commands.append(("XREADGROUP", "GROUP", GROUP, "reader", *place))
@@ -95,7 +89,7 @@ def serve(pipe: Pipe, url: str, bodies: list[bytes], depth: int, writer: bool) -
         way, count = job
         if way not in clients:
             clients[way] = _client(url, way)
-        reader = None if writer else Reader(way.deletes, count, depth)
+        reader = None if writer else Reader(count, depth)
         if reader:
             with redis.Redis.from_url(url) as client:
                 client.delete(STREAM)

@@ -11,9 +11,9 @@ admitted under the fence up to a window, taken under a lease that is renewed, en
 acknowledges the task, taken, decoded, checked (lengths, ranges, finite), deduplicated, judged, and settled.
 
 The bare path sends the same bytes, encoded before, through pipelined XADD, XREADGROUP and XACK of redis-py between
-two other processes. Every way of using the client that this machine has is tried first, and the fastest is the
-baseline; its pipelines hold as many entries as the real path's may. Rounds are interleaved, figures are medians.
-Below the figures stand what one group costs on each process and, from rounds of their own, where the time goes.
+two other processes, and nothing else. Every way of using the client that this machine has is tried first, and the
+fastest is the baseline; its pipelines hold as many entries as the real path's may. Rounds are interleaved, figures are
+medians. Also printed: what one group costs on each process and, from rounds of their own, where the time goes.
 """
 
 from __future__ import annotations
