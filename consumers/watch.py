@@ -22,6 +22,7 @@ class Watch:
         self._progress = progress
         self._troubles = troubles
         self._grace_ms = round(config.producer.lease_s * 1000)
+        self._asked_at = time.monotonic()
         self._limit_s = config.trainer.without_producers_s if config.trainer.without_producers == "end" else None
         self._muster = Muster(time.monotonic(), time.monotonic())
 
@@ -36,14 +37,17 @@ class Watch:
     async def look(self) -> list[Task]:
         """Returns tasks that are overdue by more than a lease of a producer: whoever has them is stuck.
 
-        None while no producer is there at all: then they are not held by anybody, and the run waits for one.
-        Raises Fenced, BrokerUnavailable.
+        Looked for once in a lease, and only while a producer is there: without one they are held by nobody, and the
+        run waits. Raises Fenced, BrokerUnavailable.
         """
         peers = await self._port.peers()
         self._muster_producers(peers)
         self.note(peers)
-        if not any(peer.alive for peer in peers if peer.role == "producer"):
+        now = time.monotonic()
+        alive = any(peer.alive for peer in peers if peer.role == "producer")
+        if not alive or now - self._asked_at < self._grace_ms / 1000:
             return []
+        self._asked_at = now
         return await self._port.overdue(self._grace_ms)
 
     def note(self, peers: list[Peer]) -> None:

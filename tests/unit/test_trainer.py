@@ -52,6 +52,18 @@ def run(one: Trainer, groups: list[Group], steps: int = 1) -> list[StepResult]:
 GROUPS = [group([1, 0, 0, 1], 1), group([0.3, 1, 0, 0], 2), group([0, 0, 1, 0], 3)]
 
 
+def test_a_rollout_whose_tokens_all_left_the_loss_counts_in_no_denominator() -> None:
+    """Its reward is the mean of the others, so that without it their advantages are the same."""
+    whole = group([1, 0, 0.5, 0.5], 1)
+    gone = replace(whole.trajectories[3], loss_mask_T=np.zeros_like(whole.trajectories[3].loss_mask_T))
+    masked = replace(whole, trajectories=(*whole.trajectories[:3], gone))
+    without = replace(whole, trajectories=whole.trajectories[:3])
+    (one,), (other,) = (run(trainer(advantage="dr_grpo"), [each]) for each in (masked, without))
+    assert one.loss == pytest.approx(other.loss, abs=1e-7)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+    assert one.loss_tokens == other.loss_tokens
+
+
 def test_microbatches_add_up_to_one_big_batch() -> None:
     one, many = trainer(token_budget=4096), trainer(token_budget=16)
     (whole,), (pieces,) = run(one, GROUPS), run(many, GROUPS)
