@@ -105,11 +105,15 @@ class Link:
         return ("EVALSHA", script.sha, len(script.keys), *map(self.keys.of, script.keys), *right, *args)
 
     async def call(self, send: Callable[[], Awaitable[T]]) -> T:
+        epoch = self.connection.epoch
+
         async def attempt() -> T:
+            nonlocal epoch
             await self.whole()
+            epoch = self.connection.epoch
             return await send()
 
-        return await self.connection.call(attempt, on_failure=self.on_failure)
+        return await self.connection.call(attempt, on_failure=lambda error: self.on_failure(error, epoch))
 
     async def whole(self) -> None:
         """Return once Redis has what this service knows of the run, where it is one that knows."""
@@ -120,13 +124,16 @@ class Link:
         """A block that Redis accepts: 0 would wait for ever, and more than the configured one is cut by the socket."""
         return max(1, min(wanted, self.connection.block_ms))
 
-    async def on_failure(self, error: exceptions.RedisError) -> str | None:
-        """What a `call` of this run does about an answer of Redis, as `Connection.call` asks it."""
+    async def on_failure(self, error: exceptions.RedisError, epoch: int | None = None) -> str | None:
+        """What a `call` of this run does about an answer of Redis, as `Connection.call` asks it.
+
+        `epoch` is the connection's when it was sent: a loss that another call has found since is not found twice.
+        """
         if not isinstance(error, exceptions.ResponseError):
             return None
         text = str(error)
         if "GONE" in text:
-            return await self._vanished()
+            return await self._vanished(epoch)
         if "DELETED" in text:
             raise self._was_deleted() from None
         if fenced := _FENCED.search(text):
@@ -136,10 +143,10 @@ class Link:
             ) from None
         # A read that waited when its stream went is answered UNBLOCKED by Redis 7, NOGROUP by others.
         if any(word in text for word in ("NOGROUP", "UNBLOCKED", "no such key")):
-            return await self._repair()
+            return await self._repair(epoch)
         return None
 
-    async def _vanished(self) -> str:
+    async def _vanished(self, epoch: int | None) -> str:
         """The run is not there. Raises Refused when it never was, or was deleted; else its trainer puts it back."""
         if self._record is None:
             raise self.gone() from None
@@ -149,25 +156,29 @@ class Link:
             return worth_waiting(error, self.place)
         if deleted:
             raise self._was_deleted() from None
-        self.connection.epoch += 1
+        self._lost(epoch)
         if self.mends is None:
             return f"run {self.run_id} has vanished from Redis at {self.place}, and its trainer has yet to put it back"
         await self.mends.whole()
         return ""
 
-    async def _repair(self) -> str:
+    async def _repair(self, epoch: int | None) -> str:
         """Make the consumer groups anew: their streams may have been emptied."""
         log.warning("run %s: a consumer group is missing at Redis at %s; making it anew", self.run_id, self.place)
         try:
             await self.connection.execute(*self.evalsha("repair"))
         except exceptions.ResponseError as error:
             if "GONE" in str(error):
-                return await self._vanished()
+                return await self._vanished(epoch)
             return worth_waiting(error, self.place)
         except exceptions.RedisError as error:
             return worth_waiting(error, self.place)
-        self.connection.epoch += 1
+        self._lost(epoch)
         return ""
+
+    def _lost(self, epoch: int | None) -> None:
+        if epoch in (None, self.connection.epoch):
+            self.connection.epoch += 1
 
     @property
     def place(self) -> str:
