@@ -27,8 +27,8 @@ from consumers.ingest import judge
 from headrace.policy.memory import keep_freed_memory
 from headrace.version import PolicyVersion
 
-LEASE_S = 4.0
-"""Short, so that a round of seconds has many renewals and heartbeats."""
+LEASE_S = 10.0
+"""Renewals and heartbeats come four times as often."""
 BLOCK_MS = 1000
 HELD = 8
 """Tasks that one producer holds at most."""

@@ -2,7 +2,8 @@
 
     figure                        bar      what is divided by what
     cpu_per_trajectory_64_vs_4    ≤ 1.25   CPU time of Redis and the consumer per trajectory, 64 producers over 4
-    wakeup_vs_block               ≤ 2      publish to receipt at low load, median, over XADD to XREAD BLOCK, bare
+    wakeup_vs_block               ≤ 2      publish to receipt at low load, over the same groups by XADD to XREAD BLOCK
+    wakeup_vs_bytes               -        the same, over their bytes by XADD to XREAD BLOCK
     cpu_per_trajectory_N          -        the same with N producers
     rate_N                        -        trajectories/s that came through
 
@@ -12,8 +13,10 @@ At most 512 groups are under way, whatever the number of producers; the consumer
 everything that a trainer asks of the broker for it. CPU time is that of the operating system's accounts; rounds with
 different numbers of producers take turns, in an order that turns too, and each figure is a median.
 
-At low load one group is under way at a time, from one of 4 producers. Beside it the same bytes go from one process to
-another by the same client with nothing around them, in turn with the real path.
+At low load one group is under way at a time, from one of 4 producers, and everybody else sleeps. In turn with it the
+same groups go from one process to another by the same client: bare XADD and bare XREAD BLOCK with nothing but the codec
+around them, or (wakeup_vs_bytes) not even that. What lies between is the fence, leases, attempts and acknowledgement;
+a wait that polls would show as milliseconds.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ from benchmarks.broker import Peer, create
 from benchmarks.fleet import consumer_process, fleet_process
 from benchmarks.message_path import GROUP_SIZE, VOCABULARY, pool
 from benchmarks.report import Figure, arguments, report
-from broker.codec import encode_group
+from broker.codec import decode_group, encode_group
+from broker.messages import Group
+from broker.validate import Limits
 from deploy.redis_server import RedisServer
 
-BARS: dict[str, float] = {"cpu_per_trajectory_64_vs_4": 1.25, "wakeup_vs_block": 2.0}
+BARS: dict[str, float | None] = {"cpu_per_trajectory_64_vs_4": 1.25, "wakeup_vs_block": 2.0, "wakeup_vs_bytes": None}
 PRODUCERS = (1, 4, 16, 64)
 TOKENS = 64
 WINDOW, GROUPS_PER_STEP = 512, 64
@@ -52,7 +57,7 @@ WAKEUPS = 100
 DECODE_S = 0.01
 """What a producer takes for a group at low load, so that all others have gone to sleep by then."""
 RUN_ID = "scale"
-STREAM, FIELD, AT = "bare", "body", "at"
+STREAM = "bare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,7 @@ class Scale:
         self.fleet = Peer(fleet_process, server.url, RUN_ID, TOKENS)
         self.consumer = Peer(consumer_process, server.url, RUN_ID, WINDOW, GROUPS_PER_STEP)
         self.reader = Peer(bare_reader, server.url)
-        body = encode_group(replace(pool(TOKENS)[0], task_id="t100000"), VOCABULARY)
-        self.writer = Peer(bare_writer, server.url, body)
+        self.writer = Peer(bare_writer, server.url, replace(pool(TOKENS)[0], task_id="t000000000"))
 
     def round(self, producers: int) -> Round:
         self.fleet.tell((producers, 0.0))
@@ -99,11 +103,13 @@ class Scale:
         self.fleet.tell(None)
         return statistics.median(waits)
 
-    def block_s(self) -> float:
+    def block_s(self) -> tuple[float, float]:
+        """The same between the bare two: of groups, and of their bytes."""
         self.reader.pipe.send(WAKEUPS)
         self.writer.tell(WAKEUPS)
-        waits: list[float] = self.reader.answer()
-        return statistics.median(waits)
+        waits: list[tuple[float, float]] = self.reader.answer()
+        groups, bodies = (statistics.median(column) for column in zip(*waits, strict=True))
+        return groups, bodies
 
     def close(self) -> None:
         for peer in (self.fleet, self.consumer, self.reader, self.writer):
@@ -114,27 +120,30 @@ class Scale:
 
 
 def bare_reader(pipe: Pipe, url: str) -> None:
-    """For each number so many entries by XREAD BLOCK, answered with the seconds that each was on its way."""
+    """For each number so many entries by XREAD BLOCK, answered with the seconds that each group and its bytes took."""
 
     async def serve() -> None:
         client: Any = redis.asyncio.Redis.from_url(url, protocol=2)
+        limits = Limits(VOCABULARY, {"train": GROUP_SIZE})
         after: Any = "0"
         pipe.send(None)
         while (count := await asyncio.to_thread(pipe.recv)) is not None:
-            waits: list[float] = []
+            waits: list[tuple[float, float]] = []
             while len(waits) < count:
                 reply = await client.execute_command("XREAD", "BLOCK", 1000, "STREAMS", STREAM, after)
-                now = time.monotonic()
-                for _, entries in reply or ():
-                    after = entries[-1][0]
-                    waits += [now - float(fields[AT.encode()]) for _, fields in entries]
+                read = time.monotonic()
+                for entry_id, fields in reply[0][1] if reply else ():
+                    after = entry_id
+                    decode_group(fields[b"body"], limits)
+                    decoded = time.monotonic()
+                    waits.append((decoded - float(fields[b"made"]), read - float(fields[b"sent"])))
             pipe.send(waits)
         await client.aclose()
 
     uvloop.run(serve())
 
 
-def bare_writer(pipe: Pipe, url: str, body: bytes) -> None:
+def bare_writer(pipe: Pipe, url: str, group: Group) -> None:
     """For each number so many entries, with pauses."""
 
     async def serve() -> None:
@@ -143,7 +152,10 @@ def bare_writer(pipe: Pipe, url: str, body: bytes) -> None:
         while (count := await asyncio.to_thread(pipe.recv)) is not None:
             for _ in range(count):
                 await asyncio.sleep(DECODE_S)
-                await client.execute_command("XADD", STREAM, "MAXLEN", 64, "*", FIELD, body, AT, time.monotonic())
+                made = time.monotonic()
+                body = encode_group(group, VOCABULARY)
+                said = ("made", made, "sent", time.monotonic(), "body", body)
+                await client.execute_command("XADD", STREAM, "MAXLEN", 64, "*", *said)
             pipe.send(None)
         await client.aclose()
 
@@ -166,14 +178,14 @@ def measure(repeats: int) -> dict[str, Figure]:
             server.stop()
 
 
-def _rounds(scale: Scale, repeats: int) -> tuple[dict[int, list[Round]], list[tuple[float, float]]]:
+def _rounds(scale: Scale, repeats: int) -> tuple[dict[int, list[Round]], list[tuple[float, ...]]]:
     loads: dict[int, list[Round]] = {producers: [] for producers in PRODUCERS}
-    waits: list[tuple[float, float]] = []
+    waits: list[tuple[float, ...]] = []
     for repeat in range(repeats):
         turned = [*PRODUCERS[repeat % 4 :], *PRODUCERS[: repeat % 4]]
         for producers in turned:
             loads[producers].append(scale.round(producers))
-            waits.append((scale.wakeup_s(), scale.block_s()))
+            waits.append((scale.wakeup_s(), *scale.block_s()))
         print(
             f"repeat {repeat + 1}: microseconds of CPU per trajectory, Redis and consumer: "
             + ", ".join(f"{n}: {1e6 * r[-1].redis_s:.0f} + {1e6 * r[-1].consumer_s:.0f}" for n, r in loads.items()),
@@ -182,15 +194,16 @@ def _rounds(scale: Scale, repeats: int) -> tuple[dict[int, list[Round]], list[tu
     return loads, waits
 
 
-def figures(loads: dict[int, list[Round]], waits: list[tuple[float, float]]) -> dict[str, Figure]:
+def figures(loads: dict[int, list[Round]], waits: list[tuple[float, ...]]) -> dict[str, Figure]:
     def median(producers: int, of: Callable[[Round], float]) -> float:
         return statistics.median(map(of, loads[producers]))
 
     cpu_us = {producers: 1e6 * median(producers, lambda one: one.cpu_s) for producers in PRODUCERS}
-    wakeup_us, block_us = (1e6 * statistics.median(column) for column in zip(*waits, strict=True))
+    wakeup_us, block_us, bytes_us = (1e6 * statistics.median(column) for column in zip(*waits, strict=True))
     pairs = {
         "cpu_per_trajectory_64_vs_4": (cpu_us[64], cpu_us[4], "us"),
         "wakeup_vs_block": (wakeup_us, block_us, "us"),
+        "wakeup_vs_bytes": (wakeup_us, bytes_us, "us"),
     }
     found = {
         name: Figure(value, unit, baseline, value / baseline, BARS[name], at_most=True)
