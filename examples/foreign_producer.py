@@ -238,7 +238,7 @@ class Producer:
             # Redis was emptied; the run's trainer puts it back.
             self.wait(error, give_up)
             return
-        if "NOGROUP" in str(error):
+        if "NOGROUP" in str(error) or "UNBLOCKED" in str(error):
             self.call("repair")
         elif isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error):
             self.wait(error, give_up)

@@ -113,6 +113,27 @@ async def test_when_redis_was_emptied_its_task_comes_again(
     assert (sheet.admitted, sheet.outstanding, sheet.verdicts) == (2, 1, {"lost": 1})
 
 
+async def test_when_redis_is_emptied_while_it_waits_for_a_task_one_comes(
+    run: Run, fence: Fence, producer: Any, met: list[str], server: RedisProcess
+) -> None:
+    (entry,) = producer.held
+    assert producer.finish(entry) == "published"
+    taking = asyncio.create_task(asyncio.to_thread(taken, producer))
+    with redis.Redis.from_url(server.admin_url) as admin:
+        await wait_until(lambda: b"cmd=xreadgroup" in admin.execute_command("CLIENT", "LIST"), "it waits for a task")
+        admin.flushall()
+    await wait_until(lambda: bool(met), "it waits for the run")
+    assert await run.take_groups(fence, 1, 100) == [], "the trainer finds its group lost, and asks again"
+    assert await asyncio.wait_for(taking, 30) == ["t"]
+
+
+def taken(producer: Any) -> list[str]:
+    """Tasks, as soon as there are some."""
+    while not (found := producer.take(1, 4000)):
+        pass
+    return [producer.held[entry]["task"] for entry in found]
+
+
 async def test_a_run_that_was_deleted_is_left(run: Run, producer: Any, server: RedisProcess, record: RunRecord) -> None:
     runs = connect_runs(server.url, BROKER)
     await runs.delete(record.run_id)
