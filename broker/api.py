@@ -242,7 +242,8 @@ class TrainerPort(ServicePort, Protocol):
 
         What is invalid (or a task that was delivered too often, or a group that no task waits for) is already in
         `dead` and settled. Where it was the only group of its task, it comes with outcome "dead" and no trajectories,
-        so that the task's slot is seen to be free; settling it again changes nothing.
+        so that the task's slot is seen to be free; settling it again changes nothing. So does, with outcome "lost",
+        one that Redis lost together with the trainer that had it.
         """
         ...
 

@@ -55,7 +55,7 @@ class Arrival:
             index=0,
             producer=self.producer,
             trajectories=(),
-            outcome="dead",
+            outcome="lost" if self.lost else "dead",
             error=reason,
         )
 

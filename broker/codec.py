@@ -123,6 +123,7 @@ def encode_group(group: Group, vocab_size: int) -> bytes:
     """Raises WireError when arrays of one trajectory differ in length."""
     flat = flatten(group)
     assert flat.outcome != "dead", "only the broker says that a group is dead"
+    assert flat.outcome != "lost", "only the broker says that a group is lost"
     dtype = _id_dtype(flat.token_ids_T, vocab_size)
     fields = _Group(
         task=flat.task_id,

@@ -17,8 +17,8 @@ SCHEMA: Schema = 2
 TaskKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 KvState = Literal["kept", "fresh"]
-Outcome = Literal["played", "failed", "stale", "dead"]
-"""What became of a group on its way to the trainer; "dead" is said by the broker alone."""
+Outcome = Literal["played", "failed", "stale", "dead", "lost"]
+"""What became of a group on its way to the trainer; "dead" and "lost" are said by the broker alone."""
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]

@@ -270,7 +270,7 @@ async def test_a_group_that_redis_and_its_trainer_lost_is_lost(site: Site) -> No
     await site.trainer.set_step(site.fence, 1)
     newer = site.connect()
     fence = await newer.take_fence(0)
-    assert [one.group.outcome for one in await newer.take_groups(fence, 4, 0)] == ["dead"]
+    assert [one.group.outcome for one in await newer.take_groups(fence, 4, 0)] == ["lost"]
     (balance,) = await newer.balance()
     assert (balance.verdicts, balance.closed) == ({"lost": 1}, True)
     assert await newer.dead("", 4) == []
