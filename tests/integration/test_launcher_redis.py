@@ -109,6 +109,26 @@ def answers(server: RedisServer) -> bool:
         return False
 
 
+def test_half_a_transaction_at_the_end_of_its_file_never_counts(server: RedisServer) -> None:
+    """What a machine leaves that loses power while Redis writes."""
+    script = """EVAL "redis.call('SET','{0}','1') redis.call('SET','{1}','1')" 0"""
+    try:
+        server.start()
+        ask(server.url, "SET before 1", script.format("half", "cut"))
+        server.kill()
+        file = max(server.folder.rglob("appendonly*aof"))
+        whole = file.read_bytes()
+        file.write_bytes(whole[: whole.rindex(b"SET\r\n$3\r\ncut")])
+        server.start()
+        wait_here(lambda: not any(b"half" in file.read_bytes() for file in server.folder.rglob("*.aof")), "it is gone")
+        ask(server.url, script.format("next", "last"))
+        server.stop()
+        server.start()
+        assert ask(server.url, "GET before", "GET half", "GET next", "GET last")[1:] == ["1", "$-1", "1", "1"]
+    finally:
+        server.stop()
+
+
 def test_stop_leaves_no_process_and_can_be_repeated(server: RedisServer) -> None:
     server.start()
     assert server.child is not None
