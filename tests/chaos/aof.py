@@ -11,6 +11,7 @@ from pathlib import Path
 
 Command = list[bytes]
 
+BEGIN = b"$5\r\nMULTI\r\n"
 _ENTRY_ID = re.compile(rb"\d+-\d+")
 
 

@@ -59,16 +59,21 @@ class Archive:
         return max((at for when, at in self._marks if when <= past), default=self._marks[0][1]), self._offset
 
     def cut(self, size: int) -> None:
-        """Cut the file of a Redis that is down to `size` bytes; the end of what is whole is where Redis goes on."""
+        """Cut the file of a Redis that is down to `size` bytes; the end of what is whole is where Redis goes on.
+
+        Half a transaction goes as a whole, as a repaired file has it: Redis 6.2 and 7.0 take away only the half
+        command at its end, and what is left of the transaction counts at the start after the next one.
+        """
         self.follow()
         while self._marks[-1][1] > size:
             self._marks.pop()
         start = self._marks[-1][1]
         with aof.file_of(self._folder).open("r+b") as stream:
             stream.seek(start)
-            _, kept = aof.whole(stream.read(size - start))
-            stream.truncate(size)
-        self._offset = start + kept
+            left = stream.read(size - start)
+            _, taken = aof.whole(left)
+            stream.truncate(start + taken if aof.BEGIN in left[taken:] else size)
+        self._offset = start + taken
 
     @property
     def history(self) -> list[StepRecord]:

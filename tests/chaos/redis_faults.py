@@ -33,7 +33,7 @@ async def freeze(world: World) -> None:
 
 
 async def lose_tail(world: World) -> None:
-    """It dies, and its file lacks what it wrote in the last second, up to a byte anywhere in it."""
+    """It dies, and its file lacks some of what it wrote in the last second."""
     world.server.crash()
     oldest, end = world.archive.newest(TAIL_S)
     size = world.random.randint(oldest, end)
@@ -42,6 +42,7 @@ async def lose_tail(world: World) -> None:
     world.log("tail lost", bytes=end - size, of=end)
     await asyncio.sleep(world.random.uniform(0.0, 2.0) * LEASE_S)
     await world.server.again()
+    await _healed(world)
 
 
 async def flush(world: World) -> None:
@@ -49,6 +50,13 @@ async def flush(world: World) -> None:
     world.losses += 1
     async with world.server.client() as client:
         await client.flushall()
+    await _healed(world)
+
+
+async def _healed(world: World) -> None:
+    """Only a checkpoint ends the time in which the trainer, too, must not be lost."""
+    step = world.archive.history[-1].version.step if world.archive.records else 0
+    await world.until(lambda: world.saved >= step, f"a checkpoint contains step {step}")
 
 
 async def full(world: World) -> None:

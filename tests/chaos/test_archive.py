@@ -85,6 +85,19 @@ async def test_it_keeps_what_redis_loses_with_its_tail(server: Server, archive: 
     assert [str(record.version) for record in archive.history] == ["1.1", "2.2", "2.3"]
 
 
+async def test_half_a_transaction_goes_as_a_whole(server: Server, archive: Archive) -> None:
+    async with server.client() as client:
+        await client.eval("redis.call('SET', KEYS[1], 1) redis.call('SET', KEYS[2], 1)", 2, "first", "second")
+    server.crash()
+    archive.cut(aof.file_of(server.folder).read_bytes().rindex(b"second"))
+    for _ in range(2):
+        await server.again()
+        async with server.client() as client:
+            assert await client.keys() == []
+            await client.eval("redis.call('SET', KEYS[1], 1) redis.call('DEL', KEYS[1])", 1, "next")
+        server.crash()
+
+
 async def test_the_last_second_is_what_may_be_lost(server: Server, archive: Archive) -> None:
     await log_step(server, 1, 1)
     start, end = archive.newest(0.0)

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from broker.api import RunRecord
 from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA
+from consumers import checkpoint
 from deploy.inspection import inspect
 from headrace.config import Config
 from headrace.errors import HeadraceError
@@ -137,6 +138,12 @@ class World:
     def steps(self) -> int:
         """Step records so far."""
         return len(self.archive.records)
+
+    @property
+    def saved(self) -> int:
+        """Step of the newest checkpoint."""
+        found = checkpoint.newest(Path(self.record.folder))
+        return found[0].step if found else 0
 
     async def progress(self, steps: int = 1, seconds: float = JOIN_S) -> None:
         """Wait until every service has joined and the trainer has made more steps since."""
