@@ -52,9 +52,7 @@ class Lines:
                 self._waiting.popleft()
             self.trouble = ""
         except ServiceError as error:
-            if not self.trouble:
-                log.error("%s; its lines wait in memory", error)
-            self.trouble = str(error)
+            self.trouble = f"{error}; its lines wait in memory"
 
     def close(self) -> None:
         self.flush()

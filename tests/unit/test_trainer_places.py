@@ -123,7 +123,7 @@ def test_lines_wait_for_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Journal, "write", write)
     for step in range(1, MOST_WAITING + 4):
         made.write("step", step=step)
-    assert made.trouble.endswith("cannot be written: no room")
+    assert made.trouble.endswith("cannot be written: no room; its lines wait in memory")
     full = False
     made.flush()
     assert made.trouble == ""
