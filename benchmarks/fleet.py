@@ -146,6 +146,12 @@ class LightConsumer:
     _ready: list[GroupDelivery] = field(default_factory=list)
     _unsettled: list[StepEntry] = field(default_factory=list)
 
+    async def begin(self) -> None:
+        """The versions that the groups name are there before them."""
+        while self.step < VERSIONS[-1].step:
+            self.step += 1
+            await self.publish_head()
+
     async def play(self, count: int, one_by_one: bool = False) -> None:
         """Admit, take in and settle so many groups; with `one_by_one` only one is ever under way."""
         self.waits_s.clear()
@@ -230,7 +236,7 @@ def fleet_process(pipe: Pipe, url: str, run_id: str, tokens: int) -> None:
         while (job := await asyncio.to_thread(pipe.recv)) is not None:
             count, pause_s = job
             fleet = [LightProducer(url, run_id, f"producer-{next(numbers)}", groups, pause_s) for _ in range(count)]
-            async with _serving(fleet):
+            async with serving(fleet):
                 pipe.send(None)
                 # Until it is told to leave.
                 await asyncio.to_thread(pipe.recv)
@@ -246,10 +252,7 @@ def consumer_process(pipe: Pipe, url: str, run_id: str, window: int, groups_per_
         keep_freed_memory()
         run = connect_run(url, run_id)
         consumer = LightConsumer(run, await run.take_fence(0), window, groups_per_step)
-        while consumer.step < VERSIONS[-1].step:
-            # The versions that the groups name are there before them.
-            consumer.step += 1
-            await consumer.publish_head()
+        await consumer.begin()
         over = asyncio.Event()
         async with asyncio.TaskGroup() as loops:
             loops.create_task(consumer.beat(over))
@@ -264,11 +267,11 @@ def consumer_process(pipe: Pipe, url: str, run_id: str, window: int, groups_per_
 
 
 @contextlib.asynccontextmanager
-async def _serving(fleet: list[LightProducer]) -> AsyncIterator[None]:
+async def serving(fleet: list[LightProducer]) -> AsyncIterator[None]:
     """All of them serve within; raises what broke one of them."""
-    async with asyncio.TaskGroup() as serving:
+    async with asyncio.TaskGroup() as group:
         for producer in fleet:
-            serving.create_task(producer.serve())
+            group.create_task(producer.serve())
         try:
             yield
         finally:
