@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+
+import pytest
 
 from broker.api import RunRecord
 from tests.servers import RedisProcess
@@ -11,10 +13,14 @@ from tests.sites import PATIENT, Site
 from tests.support import wait_until
 
 
-async def test_one_loss_that_many_calls_find_is_one(
-    redis_process: Callable[..., RedisProcess], record: RunRecord
-) -> None:
+@pytest.fixture
+async def site(redis_process: Callable[..., RedisProcess], record: RunRecord) -> AsyncIterator[Site]:
     site = await Site(redis_process(*PATIENT), record).begin()
+    yield site
+    await site.close()
+
+
+async def test_one_loss_that_many_calls_find_is_one(site: Site) -> None:
     await site.admit(*"ab")
     trainer = site.trainer
     with site.admin() as client:
@@ -29,4 +35,3 @@ async def test_one_loss_that_many_calls_find_is_one(
             await asyncio.gather(site.beat(), trainer.set_step(site.fence, 3), trainer.peers(), trainer.balance())
             await reading
             assert trainer.mended == times
-    await site.close()
