@@ -32,6 +32,8 @@ def worth_waiting(error: exceptions.RedisError, place: str) -> str:
     text = str(error)
     if text.startswith(("NOAUTH", "WRONGPASS")):
         raise BrokerUnavailable(f"Redis at {place} {_REFUSALS[0][1]}") from None
+    if "user executing the script can't" in text:
+        raise BrokerUnavailable(f"Redis at {place} {_REFUSALS[1][1]}") from None
     if what := _outage(error, text):
         return f"Redis at {place} {what}"
     raise BrokerUnavailable(f"Redis at {place} answered: {text}") from error

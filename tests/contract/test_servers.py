@@ -127,8 +127,15 @@ def test_what_the_scripts_call_is_documented() -> None:
     assert {f"{command}|{sub}" if command in WITH_PARTS else command for command, sub in called} <= RIGHTS
 
 
-async def test_a_user_with_too_few_rights_is_one_sentence(redis_process: Callable[[], RedisProcess]) -> None:
+async def test_a_user_with_too_few_rights_is_one_sentence(
+    redis_process: Callable[[], RedisProcess], record: RunRecord
+) -> None:
     server = redis_process()
+    lacks = "does not allow the user of the URL what headrace needs"
     with redis.Redis.from_url(server.admin_url) as client:
-        client.execute_command("ACL", "SETUSER", "headrace", "-ping")
-    assert "does not allow the user of the URL what headrace needs" in await fails(server.url)
+        client.execute_command("ACL", "SETUSER", "headrace", "-ping", "-hset")
+    assert lacks in await fails(server.url)
+    runs = connect_runs(server.url, HASTY)
+    with pytest.raises(BrokerUnavailable, match=lacks):
+        await runs.create(record)
+    await runs.close()
