@@ -16,6 +16,7 @@ class Muster:
     since: float
     """When a producer was there last; at first when the trainer began. On any clock, without the times of no sight."""
     looked: float
+    """When it was looked last."""
     met: bool = False
     """Whether there ever was one."""
     gone: bool = False
@@ -35,9 +36,10 @@ class Muster:
         self.gone = True
         return "gone"
 
-    def missed_s(self, now: float) -> float:
-        """Seconds since a producer was there."""
-        return now - self.since
+    @property
+    def missed_s(self) -> float:
+        """For how long no producer was there when it was looked last."""
+        return self.looked - self.since
 
     def sentence(self, limit_s: float | None) -> str:
         """Why nothing arrives, and what becomes of it; without a limit the run waits."""

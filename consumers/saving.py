@@ -50,7 +50,8 @@ class Saver:
         if not books.unsettled or time.monotonic() < self._again_at:
             return False
         late = books.formed - books.checkpointed >= self._parts.config.checkpoint.every
-        return late or self._port.mended > self._mended or self._retention.early(books.retained)
+        failed = "checkpoint" in self._troubles
+        return failed or late or self._port.mended > self._mended or self._retention.early(books.retained)
 
     @property
     def full(self) -> bool:

@@ -29,7 +29,7 @@ class Watch:
     @property
     def deserted(self) -> str:
         """Why the run is to end: it was without a producer for too long. Empty while it is not to."""
-        missed_s = self._muster.missed_s(time.monotonic())
+        missed_s = self._muster.missed_s
         if self._limit_s is None or missed_s < self._limit_s:
             return ""
         return f"no producer has played for this run for {missed_s:.0f} s (trainer.without_producers_s)"
