@@ -50,7 +50,7 @@ async def replay(run_id: str, operator: OperatorPort, ids: Sequence[str]) -> Non
             refused += 1
             print(f"{letter_id}: {error}", file=sys.stderr)
         else:
-            typer.echo(f"{letter_id}: its task waits to be played again")
+            typer.echo(f"{letter_id}: it is back where it came from, and its task is admitted anew")
     if refused:
         raise Refused(f"{refused} of {len(ids)} letters of run {run_id} were not replayed; the reasons stand above")
     if not ids:

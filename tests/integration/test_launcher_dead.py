@@ -165,7 +165,8 @@ def test_a_replayed_one_waits_again_and_counts_as_admitted_anew(desk: Desk) -> N
     letters = desk.letters()
     assert desk.balance() == (3, 0, {"dead": 3})
     said = desk.said("replay", letters["nan"], letters["broken"])
-    assert said.splitlines() == [f"{letters[task]}: its task waits to be played again" for task in ("nan", "broken")]
+    back = "it is back where it came from, and its task is admitted anew"
+    assert said.splitlines() == [f"{letters[task]}: {back}" for task in ("nan", "broken")]
     assert desk.balance() == (5, 2, {"dead": 3})
     assert list(desk.letters()) == ["huge"]
 
