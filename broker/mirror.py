@@ -1,9 +1,9 @@
 """What the trainer knows of its run, and what is to be done when a broker comes back with less than that. Pure.
 
-Only the trainer changes the balance sheet, but for the operator's replays. A Redis that was started anew has a prefix
-of its own history, so where trainer and Redis differ it is Redis that lacks something. What is under way when a
-comparison is made may have reached Redis or not; the rules below are right in both cases, and when the caller sends it
-again:
+Only the trainer changes the balance sheet, but for the operator's replays, so where both differ it is the trainer that
+knows. (A Redis that was started anew has a prefix of its history, and perhaps, where its append-only file was torn
+within a transaction before, the beginning of that one.) What is under way when a comparison is made may have reached
+Redis or not; the rules below are right in both cases, and when the caller sends it again:
 
 - a verdict stands in the mirror before it is sent;
 - a task that is being admitted is in `asked`: it counts once Redis has it;
@@ -37,7 +37,7 @@ class Opened:
     where: str
     there: bool
     replay: int = 0
-    """The number of its replay, where the operator asked for it."""
+    """The number of its replay, where the operator asked for it: a later one has a higher number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Repair:
     """What makes Redis whole."""
 
     counts: dict[str, int]
-    """To be added to the counters of the sheet, before the lost ones are counted."""
+    """Counters of the sheet and what they must be, before the lost ones are counted."""
     closed: list[str]
     """Tasks whose verdict Redis forgot: their entries leave."""
     held: list[tuple[str, str]]
@@ -63,6 +63,8 @@ class Repair:
     """Tasks that Redis forgot: counted as lost, and asked again."""
     replayed: dict[str, str]
     """Task to kind of the operator's replays that are news to the mirror."""
+    replays: int
+    """Number of the newest one."""
 
     @property
     def empty(self) -> bool:
@@ -83,6 +85,7 @@ class Mirror:
     asked: dict[str, Kept] = field(default_factory=dict)
     """Tasks of an admission that has no answer yet."""
     replays: int = 0
+    """Number of the newest replay that is known."""
 
     def ask(self, tasks: Iterable[tuple[Task, bytes]]) -> None:
         for task, body in tasks:
@@ -114,6 +117,17 @@ class Mirror:
                 name = f"{kind} r {verdict}: other reasons"
             self.counts[name] += 1
 
+    def even_out(self, reason: str) -> None:
+        """What a trainer that begins cannot explain is lost: Redis lost it together with the trainer before."""
+        for name in [name for name in self.counts if name.endswith(" admitted")]:
+            kind = name.removesuffix(" admitted")
+            closed = sum(number for other, number in self.counts.items() if other.startswith(f"{kind} v "))
+            left = self.counts[name] - closed - sum(kept.kind == kind for kept in self.outstanding.values())
+            if left < 0:
+                self.counts[name] -= left
+            for _ in range(left):
+                self.count(kind, "lost", reason)
+
     def compare(self, found: Found, held: Container[str]) -> Repair:
         """What Redis lacks. `held` are tasks whose group the trainer was given and has not settled.
 
@@ -129,7 +143,7 @@ class Mirror:
         }
         vanished = [task_id for task_id in known if not _there(found, task_id)]
         return Repair(
-            counts=self._missing(found.counts, Counter(f"{kind} admitted" for kind in replayed.values())),
+            counts=self._differing(found.counts, Counter(f"{kind} admitted" for kind in replayed.values())),
             closed=[task_id for task_id in found.open if task_id not in known and task_id not in replayed],
             held=[
                 (task_id, kept.kind)
@@ -138,30 +152,32 @@ class Mirror:
             ],
             lost=[(task_id, known[task_id]) for task_id in vanished if task_id not in held],
             replayed=replayed,
+            replays=max(self.replays, found.replays),
         )
 
-    def repaired(self, found: Found, repair: Repair, reason: str) -> None:
+    def repaired(self, repair: Repair, reason: str) -> None:
         """Redis has done all of it."""
-        self.replays = max(self.replays, found.replays)
+        self.replays = repair.replays
         for task_id, kind in repair.replayed.items():
             self._add(task_id, Kept(kind, None))
-        for name, number in found.counts.items():
-            self.counts[name] = max(self.counts[name], number)
         for task_id, kept in repair.lost:
-            # A verdict that was sent meanwhile found nothing to close.
-            self.outstanding.pop(task_id, None)
-            self.count(kept.kind, "lost", reason)
+            # A verdict that was given meanwhile closes the task that is asked again, where it is.
+            closed = self.outstanding.pop(task_id, None) is None
             if kept.body is not None:
-                self._add(task_id, kept)
+                self.count(kept.kind, "lost", reason)
+                self.counts[f"{kept.kind} admitted"] += 1
+                self.outstanding.update({} if closed else {task_id: kept})
+            elif not closed:
+                self.count(kept.kind, "lost", reason)
 
     def _add(self, task_id: str, kept: Kept) -> None:
         if task_id not in self.outstanding:
             self.outstanding[task_id] = kept
             self.counts[f"{kept.kind} admitted"] += 1
 
-    def _missing(self, counts: Mapping[str, int], news: Mapping[str, int]) -> dict[str, int]:
-        missing = {name: number - counts.get(name, 0) + news.get(name, 0) for name, number in self.counts.items()}
-        return {name: number for name, number in missing.items() if number > 0}
+    def _differing(self, counts: Mapping[str, int], news: Mapping[str, int]) -> dict[str, int]:
+        right = {name: self.counts.get(name, 0) + news.get(name, 0) for name in {*self.counts, *counts, *news}}
+        return {name: number for name, number in right.items() if number != counts.get(name, 0)}
 
 
 def _there(found: Found, task_id: str) -> bool:

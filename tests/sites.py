@@ -36,16 +36,19 @@ class Site:
     trained: list[str] = field(default_factory=list)
     runs: Runs = field(init=False)
     trainer: Run = field(init=False)
+    operator: Run = field(init=False)
     producers: dict[str, Run] = field(default_factory=dict)
     in_play: dict[str, dict[str, TaskDelivery]] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
     fence: Fence = field(init=False)
     _connected: list[Run] = field(default_factory=list)
 
     async def begin(self) -> Site:
         self.runs = connect_runs(self.server.url, self.config)
         await self.runs.create(self.record)
-        self.trainer = self.connect()
+        self.trainer, self.operator = self.connect(), self.connect()
         self.fence = await reign(self.trainer)
+        await self.operator.record()
         return self
 
     def connect(self, config: BrokerConfig | None = None) -> Run:
@@ -53,11 +56,19 @@ class Site:
         return self._connected[-1]
 
     async def producer(self, name: str = "p0", lease_s: float = LEASE_S) -> Run:
+        self.dead.discard(name)
         if name not in self.producers:
             self.producers[name] = self.connect()
             await self.producers[name].record()
         await self.producers[name].heartbeat(Peer(name, "producer", "host", 1, True, {}), lease_s)
         return self.producers[name]
+
+    async def die(self, name: str) -> None:
+        """A producer is no more, as if its lease had run out."""
+        if self.producers.pop(name, None) is not None:
+            self.in_play.pop(name, None)
+            self.dead.add(name)
+            await self.operator.retire(name)
 
     async def close(self) -> None:
         for run in self._connected:
@@ -119,7 +130,11 @@ class Site:
 
         async def nothing_left() -> bool:
             await self.beat()
-            await self.play(8)
+            for name in self.dead:
+                # Redis may have forgotten that it died.
+                await self.operator.retire(name)
+            for name in {"p0", *self.producers}:
+                await self.play(8, name)
             await self.receive(8)
             await self.settle(*self.held)
             sheet = await self.sheet()

@@ -35,7 +35,6 @@ PAGE = 256
 @dataclass(frozen=True, slots=True)
 class _Sent:
     mark: str
-    found: Found
     repair: Repair
 
 
@@ -62,6 +61,7 @@ class Mender:
             self._fence, self._epoch = fence, self._link.connection.epoch
             await self._link.record()
             await self._link.call(self._learn)
+            self.mirror.even_out(LOST)
             # What lacks its entry already, nobody else will find.
             await self._link.call(self._repair_once)
         self._link.mends = self
@@ -77,7 +77,7 @@ class Mender:
                 self.mended += 1
 
     async def heard(self, replays: int) -> None:
-        """So many dead letters were replayed since the run began: learn the new ones."""
+        """This is the newest replay of a dead letter: learn of those that are new."""
         if replays > self.mirror.replays:
             async with self._one:
                 await self._link.connection.call(self._mend_once, on_failure=self._on_failure)
@@ -94,17 +94,25 @@ class Mender:
 
     async def _repair_once(self) -> None:
         """Compare and put right; tried again by the caller as long as the connection fails."""
-        found, mark = await self._look()
-        if self._sent is not None and self._sent.mark == mark:
-            self.mirror.repaired(self._sent.found, self._sent.repair, LOST)
-        self._sent = None
-        repair = self.mirror.compare(found, self._held.entries)
-        if not repair.empty:
-            self._sent = _Sent(secrets.token_hex(8), found, repair)
-            log.warning("run %s: %s", self._link.run_id, _summary(repair))
-            await self._link.once(self._link.evalsha("repair_sheet", *_arguments(self._sent), fence=self._trainer))
+        done = False
+        while not done:
+            found, mark = await self._look()
+            if self._sent is not None and self._sent.mark == mark:
+                self.mirror.repaired(self._sent.repair, LOST)
             self._sent = None
-        self.mirror.repaired(found, repair, LOST)
+            repair = self.mirror.compare(found, self._held.entries)
+            done = repair.empty or await self._send(repair)
+        self.mirror.repaired(repair, LOST)
+
+    async def _send(self, repair: Repair) -> bool:
+        """False when Redis did nothing, because there is news of the operator."""
+        self._sent = _Sent(secrets.token_hex(8), repair)
+        command = self._link.evalsha("repair_sheet", *_arguments(self._sent), fence=self._trainer)
+        done = bool(await self._link.once(command))
+        self._sent = None
+        if done:
+            log.warning("run %s: %s", self._link.run_id, _summary(repair))
+        return done
 
     async def _look(self) -> tuple[Found, str]:
         sheet, replays, mark, *rows = await self._link.once(self._link.evalsha("look", fence=self._trainer))
@@ -160,7 +168,7 @@ def _arguments(sent: _Sent) -> list[Any]:
     repair = sent.repair
     lost = [(task_id, kept.kind, kept.body or b"") for task_id, kept in repair.lost]
     lists = (list(repair.counts.items()), [(task_id,) for task_id in repair.closed], repair.held, lost)
-    arguments: list[Any] = [sent.mark, LOST, HELD]
+    arguments: list[Any] = [sent.mark, repair.replays, LOST, HELD]
     for rows in lists:
         arguments += [len(rows), *(part for row in rows for part in row)]
     return arguments

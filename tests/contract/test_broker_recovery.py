@@ -244,7 +244,7 @@ async def test_a_service_that_leaves_does_not_wait_for_an_outage(site: Site) -> 
 
 
 async def test_a_replay_of_the_operator_is_known_to_the_trainer_when_redis_fails(site: Site) -> None:
-    operator = site.connect()
+    operator = site.operator
     await site.admit(*"ab")
     producer = await site.producer()
     for delivery in await producer.take("p0", 2, 0):

@@ -8,7 +8,7 @@ for i = 4, #ARGV, 3 do
   if redis.call('HEXISTS', open, task) == 0 then
     local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', '0', 'kind', kind, 'body', ARGV[i + 2])
     redis.call('HSET', open, task, kind .. ' t ' .. id)
-    redis.call('HINCRBY', sheet, kind .. ' admitted', 1)
+    add(sheet, kind .. ' admitted')
   elseif redis.call('HEXISTS', again, task) == 1 then
     table.insert(replayed, task)
   end

@@ -21,15 +21,21 @@ local function now_ms()
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
+-- Adds 1. As a value, not as an increment: a transaction that an append-only file has torn, of which Redis makes the
+-- beginning at a later start, then changes no number.
+local function add(hash, name)
+  redis.call('HSET', hash, name, (tonumber(redis.call('HGET', hash, name)) or 0) + 1)
+end
+
 -- Counts one task under its verdict. Reasons are free text: beyond 512 fields they count together.
 local function count(sheet, kind, verdict, reason)
-  redis.call('HINCRBY', sheet, kind .. ' v ' .. verdict, 1)
+  add(sheet, kind .. ' v ' .. verdict)
   if reason ~= '' then
     local name = kind .. ' r ' .. verdict .. ': ' .. reason
     if redis.call('HEXISTS', sheet, name) == 0 and redis.call('HLEN', sheet) >= 512 then
       name = kind .. ' r ' .. verdict .. ': other reasons'
     end
-    redis.call('HINCRBY', sheet, name, 1)
+    add(sheet, name)
   end
 end
 

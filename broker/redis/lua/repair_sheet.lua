@@ -1,10 +1,14 @@
 -- KEYS record state tasks groups open sheet again
 -- FENCED
 -- ALWAYS
--- ARGV: then mark of this repair, reason of what is lost, what a stand-in says, then four lists, each after its length:
--- counter and what is added to it; tasks to close; tasks and kinds that the trainer has groups of; task, kind and body
+-- ARGV: then mark of this repair, newest replay that it knows of, reason of what is lost, what a stand-in says, then four
+-- lists, each after its length: counters and their values; tasks to close; tasks and kinds that the trainer has groups of; task, kind and body
 -- of those that are lost, the body empty where the task cannot be asked again.
-local place = 6
+-- Answers 0, and does nothing, when the operator has replayed more.
+if tonumber(redis.call('HGET', state, 'replays') or 0) ~= tonumber(ARGV[4]) then
+  return 0
+end
+local place = 7
 
 local function list(width)
   local first, number = place + 1, tonumber(ARGV[place])
@@ -27,7 +31,7 @@ end
 redis.call('HSET', state, 'repair', ARGV[3])
 local first, last = list(2)
 for i = first, last, 2 do
-  redis.call('HINCRBY', sheet, ARGV[i], ARGV[i + 1])
+  redis.call('HSET', sheet, ARGV[i], ARGV[i + 1])
 end
 first, last = list(1)
 for i = first, last do
@@ -38,7 +42,7 @@ first, last = list(2)
 for i = first, last, 2 do
   leave(ARGV[i])
   local id = redis.call('XADD', groups, '*', 'task', ARGV[i], 'attempt', '0', 'kind', ARGV[i + 1], 'producer', '',
-    'lost', ARGV[5])
+    'lost', ARGV[6])
   redis.call('HSET', open, ARGV[i], ARGV[i + 1] .. ' g ' .. id)
 end
 first, last = list(3)
@@ -46,11 +50,11 @@ for i = first, last, 3 do
   local task, kind, body = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   leave(task)
   redis.call('HDEL', again, task)
-  count(sheet, kind, 'lost', ARGV[4])
+  count(sheet, kind, 'lost', ARGV[5])
   if body ~= '' then
     local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', '0', 'kind', kind, 'body', body)
     redis.call('HSET', open, task, kind .. ' t ' .. id)
-    redis.call('HINCRBY', sheet, kind .. ' admitted', 1)
+    add(sheet, kind .. ' admitted')
   end
 end
 return 1
