@@ -203,7 +203,7 @@ def sampled_before(runs_R: Ints, positions_P: Iterable[int]) -> list[int]:
 def _spans(numbers_5S: Ints) -> Iterator[VersionSpan]:
     """Spans of one version share the object: a group has few versions."""
     keys = [*zip(numbers_5S[2::5], numbers_5S[3::5], strict=True)]
-    versions = {key: PolicyVersion(*key) for key in set(keys)}
+    versions = {key: PolicyVersion(*key) for key in {*keys}}
     kvs = map(KV.__getitem__, numbers_5S[4::5])
     return map(VersionSpan, numbers_5S[::5], numbers_5S[1::5], map(versions.__getitem__, keys), kvs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,7 @@ class TaskDelivery:
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Tokens `start` (included) to `end` (excluded) of a trajectory were sampled from `version`.
 
     `kv` is "kept" where earlier positions' keys and values come from an older version, else "fresh".

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class Transcript:
     def complete(self, completion: Completion) -> None:
         """Append tokens that the model sampled; spans are shifted to their place in the whole."""
         shifted = (
-            replace(span, start=span.start + self._length, end=span.end + self._length) for span in completion.spans
+            span._replace(start=span.start + self._length, end=span.end + self._length) for span in completion.spans
         )
         self._spans = _merged([*self._spans, *shifted])
         self._append(completion.token_ids_N, completion.logprobs_N, sampled=True)
@@ -82,7 +81,7 @@ def _merged(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
     for span in spans:
         last = merged[-1] if merged else None
         if last and (last.end, last.version, last.kv) == (span.start, span.version, span.kv):
-            merged[-1] = replace(last, end=span.end)
+            merged[-1] = last._replace(end=span.end)
         else:
             merged.append(span)
     return merged
