@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from broker.api import RunStatus
 from broker.bounds import MAX_REASONS
-from broker.messages import Task
+from broker.messages import Task, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class Repair:
     """Task to kind of the operator's replays that are news to the mirror."""
     replays: int
     """Number of the newest one."""
+    seen: int
+    """Sum of the counters that Redis had: it is another one after any change of the sheet."""
 
     @property
     def empty(self) -> bool:
@@ -119,8 +122,8 @@ class Mirror:
 
     def even_out(self, reason: str) -> None:
         """What a trainer that begins cannot explain is lost: Redis lost it together with the trainer before."""
-        for name in [name for name in self.counts if name.endswith(" admitted")]:
-            kind = name.removesuffix(" admitted")
+        for kind in get_args(TaskKind):
+            name = f"{kind} admitted"
             closed = sum(number for other, number in self.counts.items() if other.startswith(f"{kind} v "))
             left = self.counts[name] - closed - sum(kept.kind == kind for kept in self.outstanding.values())
             if left < 0:
@@ -153,6 +156,7 @@ class Mirror:
             lost=[(task_id, known[task_id]) for task_id in vanished if task_id not in held],
             replayed=replayed,
             replays=max(self.replays, found.replays),
+            seen=sum(found.counts.values()),
         )
 
     def repaired(self, repair: Repair, reason: str) -> None:

@@ -47,12 +47,12 @@ class MemoryProducer(MemoryService):
         return deliveries
 
     async def _taken(self, producer: str, count: int, block_ms: int) -> list[Taken]:
-        """One who waits looks twice a lease whether another's has run out."""
+        """One who waits looks three times a lease whether another's has run out."""
         store, end = self.store, time.monotonic() + block_ms / 1000
         while True:
             self._beat(producer)
             left_ms = max(0.0, 1000 * (end - time.monotonic()))
-            taken = await store.wait(lambda: store.take(producer, count), min(left_ms, 500 * self._lease_s))
+            taken = await store.wait(lambda: store.take(producer, count), min(left_ms, 1000 / 3 * self._lease_s))
             if taken or left_ms == 0 or store.gone:
                 return taken
 

@@ -105,7 +105,7 @@ class Mender:
         self.mirror.repaired(repair, LOST)
 
     async def _send(self, repair: Repair) -> bool:
-        """False when Redis did nothing, because there is news of the operator."""
+        """False when Redis did nothing, because its sheet has changed since it was looked at."""
         self._sent = _Sent(secrets.token_hex(8), repair)
         command = self._link.evalsha("repair_sheet", *_arguments(self._sent), fence=self._trainer)
         done = bool(await self._link.once(command))
@@ -168,7 +168,7 @@ def _arguments(sent: _Sent) -> list[Any]:
     repair = sent.repair
     lost = [(task_id, kept.kind, kept.body or b"") for task_id, kept in repair.lost]
     lists = (list(repair.counts.items()), [(task_id,) for task_id in repair.closed], repair.held, lost)
-    arguments: list[Any] = [sent.mark, repair.replays, LOST, HELD]
+    arguments: list[Any] = [sent.mark, repair.seen, LOST, HELD]
     for rows in lists:
         arguments += [len(rows), *(part for row in rows for part in row)]
     return arguments

@@ -50,8 +50,8 @@ class RedisProducer(RedisService):
         end = time.monotonic() + block_ms / 1000
         while count > 0:
             left_ms = max(0, round(1000 * (end - time.monotonic())))
-            # One who waits looks twice a lease whether another's has run out.
-            wait_ms = min(left_ms, milliseconds(self._lease_s / 2))
+            # One who waits looks three times a lease whether another's has run out.
+            wait_ms = min(left_ms, milliseconds(self._lease_s / 3))
             taken = await self._link.call(partial(self._take_once, producer, count, wait_ms))
             if taken or left_ms == 0:
                 found = [await self._accept(producer, entry) for entry in taken]

@@ -1,7 +1,7 @@
 -- KEYS record state groups open settled
 -- ARGV: 1 when the size of what is left to read is asked for, then entry id and task id of each.
--- Answers the number of the newest replay, how many entries are left, and the bytes of all that are there; then of each entry '' when it
--- is the one that its task waits for, 'settled', or why nobody waits for it.
+-- Answers the number of the newest replay, how many entries are left, and the bytes of all that are there; then of each
+-- entry '' when it is the one that its task waits for, 'settled', or why nobody waits for it.
 local answer = { tonumber(redis.call('HGET', state, 'replays') or 0), 0, 0 }
 if ARGV[1] == '1' then
   answer[2] = redis.call('XLEN', groups) - redis.call('LLEN', settled) - redis.call('XPENDING', groups, 'trainer')[1]

@@ -10,7 +10,7 @@ for i = 2, #ARGV do
   if task and redis.call('HGET', open, task) == kind .. ' t ' .. ARGV[i] then
     redis.call('XACK', tasks, 'producers', ARGV[i])
     redis.call('XDEL', tasks, ARGV[i])
-    local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', field(entry, 'attempt') + delivered,
+    local id = redis.call('XADD', tasks, '*', 'task', task, 'attempt', (tonumber(field(entry, 'attempt')) or 0) + delivered,
       'kind', kind, 'body', field(entry, 'body'))
     redis.call('HSET', open, task, kind .. ' t ' .. id)
     returned = returned + 1

@@ -1,7 +1,7 @@
 -- KEYS record state tasks groups open sheet settled again
 -- FENCED
--- Answers the sheet, the number of the newest replay, the mark of the newest repair, then of each open task: its id, kind, 't' or 'g', 1 when
--- that entry is there, and the number of its replay or 0.
+-- Answers the sheet, the number of the newest replay, the mark of the newest repair, then of each open task: its id,
+-- kind, 't' or 'g', 1 when that entry is there, and the number of its replay or 0.
 local all = redis.call('HGETALL', open)
 local answer = { redis.call('HGETALL', sheet), tonumber(redis.call('HGET', state, 'replays') or 0),
   redis.call('HGET', state, 'repair') or '' }

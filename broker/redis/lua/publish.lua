@@ -1,13 +1,14 @@
 -- KEYS record tasks groups open published
 -- ARGV: producer, how many published attempts are remembered, then entry id of the task, task id, attempt, kind, body of
 -- each group. Answers "published", "repeated" or "superseded" for each.
--- The group first, then the acknowledgement of its task. At maxmemory the first write is refused, and nothing happens.
+-- The group first, then the acknowledgement of its task. At maxmemory the first write is refused, and nothing happens;
+-- only behind one that is superseded the groups of the same call slip past it.
 local me, now = ARGV[1], now_ms()
 
 local function publish(entry, task, attempt, kind, body)
   local delivered = deliveries(tasks, entry, me)
   local there = delivered and redis.call('XRANGE', tasks, entry, entry)[1]
-  local mine = there and field(there, 'task') == task and (field(there, 'attempt') or 0) + delivered == tonumber(attempt)
+  local mine = there and field(there, 'task') == task and (tonumber(field(there, 'attempt')) or 0) + delivered == tonumber(attempt)
   if not mine then
     return redis.call('ZSCORE', published, task .. ' ' .. attempt) and 'repeated' or 'superseded'
   end

@@ -1,11 +1,16 @@
 -- KEYS record state tasks groups open sheet again
 -- FENCED
 -- ALWAYS
--- ARGV: then mark of this repair, newest replay that it knows of, reason of what is lost, what a stand-in says, then four
--- lists, each after its length: counters and their values; tasks to close; tasks and kinds that the trainer has groups of; task, kind and body
--- of those that are lost, the body empty where the task cannot be asked again.
--- Answers 0, and does nothing, when the operator has replayed more.
-if tonumber(redis.call('HGET', state, 'replays') or 0) ~= tonumber(ARGV[4]) then
+-- ARGV: then mark of this repair, sum of the sheet's counters as it was seen, reason of what is lost, what a stand-in
+-- says, then four lists, each after its length: counters and their values; tasks to close; tasks and kinds that the
+-- trainer has groups of; task, kind and body of those that are lost, the body empty where the task cannot be asked again.
+-- Answers 0, and does nothing, when the sheet has changed since: by a call of this trainer that was on its way, or a
+-- replay of the operator.
+local counters, sum = redis.call('HGETALL', sheet), 0
+for i = 2, #counters, 2 do
+  sum = sum + counters[i]
+end
+if sum ~= tonumber(ARGV[4]) then
   return 0
 end
 local place = 7
@@ -40,10 +45,14 @@ for i = first, last do
 end
 first, last = list(2)
 for i = first, last, 2 do
-  leave(ARGV[i])
-  local id = redis.call('XADD', groups, '*', 'task', ARGV[i], 'attempt', '0', 'kind', ARGV[i + 1], 'producer', '',
-    'lost', ARGV[6])
-  redis.call('HSET', open, ARGV[i], ARGV[i + 1] .. ' g ' .. id)
+  -- Its group may have come since.
+  local there = string.match(redis.call('HGET', open, ARGV[i]) or '', '^%S+ g (%S+)$')
+  if not there or #redis.call('XRANGE', groups, there, there) == 0 then
+    leave(ARGV[i])
+    local id = redis.call('XADD', groups, '*', 'task', ARGV[i], 'attempt', '0', 'kind', ARGV[i + 1], 'producer', '',
+      'lost', ARGV[6])
+    redis.call('HSET', open, ARGV[i], ARGV[i + 1] .. ' g ' .. id)
+  end
 end
 first, last = list(3)
 for i = first, last, 3 do
