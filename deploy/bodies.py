@@ -18,6 +18,8 @@ SHOWN_BYTES = 256
 """Of a body that cannot be read."""
 ROW = 16
 LONGEST_VALUE = 200
+MOST_FIELDS = 100
+"""Of a foreign body; ours have about twenty."""
 
 
 def describe(source: str, body: bytes) -> list[str]:
@@ -57,9 +59,12 @@ def _fields(body: bytes) -> Iterator[str]:
     if reader.read_array_header() != 2:
         raise ValueError("not [schema, fields]")
     yield f"schema {_value(reader.unpack())}"
-    for _ in range(reader.read_map_header()):
+    number = reader.read_map_header()
+    for _ in range(min(number, MOST_FIELDS)):
         name, value = reader.unpack(), reader.unpack()
         yield f"{printable(str(name))[:40]:12} {_value(value)}"
+    if number > MOST_FIELDS:
+        yield f"… {number - MOST_FIELDS:,} more fields"
 
 
 def _value(value: Any) -> str:

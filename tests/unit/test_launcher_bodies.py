@@ -64,3 +64,9 @@ def test_any_bytes_can_be_shown(body: bytes) -> None:
 @given(st.text())
 def test_nothing_that_a_terminal_would_obey_is_printed(text: str) -> None:
     assert printable(text).isprintable()
+
+
+def test_a_body_of_very_many_fields_shows_some() -> None:
+    lines = describe("tasks", msgpack.packb([2, {f"name {number}": number for number in range(5000)}]))
+    assert len(lines) < 200
+    assert lines[-1] == "… 4,900 more fields"
