@@ -16,6 +16,7 @@ from tests.groups import group, trajectory
     [
         (group(outcome="failed", error="reward raised ValueError: no"), ("failed", "reward raised ValueError: no")),
         (group(outcome="dead", error="schema 2"), ("dead", "schema 2")),
+        (group(outcome="lost", error="Redis lost it"), ("lost", "Redis lost it")),
         (group(outcome="stale", error="lag 9", stopped=(4, 7)), ("stale", "lag 9")),
         (group(failures=("deadline",)), ("failed", "deadline")),
         (group(), ("failed", "the group is empty")),
