@@ -29,6 +29,8 @@ class RedisTrainer(RedisTaking):
         fence = Fence(int(incarnation), nonce)
         self._held.clear()
         await self._mender.begin(fence)
+        _, number, nbytes = await self._link.script("arrived", 1)
+        self._left = number, nbytes
         return fence
 
     async def admit(self, fence: Fence, tasks: list[Task], cursor: int | None = None) -> None:

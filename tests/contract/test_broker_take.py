@@ -69,7 +69,7 @@ async def test_a_version_that_no_incarnation_published_is_dead(service: Services
     fence = await begun(run, "a", "b")
     wrong, sound = await run.take("p0", 2, 0)
     group = make_group(wrong.task, 1, "p0")
-    span = replace(group.trajectories[1].spans[0], version=PolicyVersion(incarnation, step))
+    span = group.trajectories[1].spans[0]._replace(version=PolicyVersion(incarnation, step))
     members = (group.trajectories[0], replace(group.trajectories[1], spans=(span, group.trajectories[1].spans[1])))
     await run.publish("p0", wrong, replace(group, trajectories=members))
     await run.publish("p0", sound, make_group(sound.task, 1, "p0"))
@@ -223,6 +223,24 @@ async def test_a_task_that_redis_has_played_again_closes_with_the_group_that_the
     await run.settle(fence, verdicts)
     assert await closed(run) == (2, 0, {"trained": 2})
     assert await run.take("p0", 1, 0) == []
+
+
+async def test_huge_entries_are_read_alone(run: Run, raw: redis.Redis, run_id: str) -> None:
+    stale = await begun(run, *"abcd")
+    stream = Keys(run_id).of("groups")
+    for delivery in await run.take("p0", 4, 0):
+        await run.publish("p0", delivery, make_group(delivery.task, 1, "p0"))
+    for _ in range(3):
+        raw.xadd(stream, {"task": "huge", "attempt": "1", "kind": "train", "body": bytes(70 << 20)})
+    # A backlog that is there when a trainer begins, or is left by a read.
+    fence = await run.take_fence(stale.incarnation)
+    seen: list[str] = []
+    while (await run.depths()).dead < 3:
+        read = (await run.depths()).groups_waiting
+        seen += [one.group.task_id for one in await run.take_groups(fence, 32, 0)]
+        assert read - (await run.depths()).groups_waiting <= 2
+    assert sorted(seen) == [*"abcd"]
+    assert [letter.length for letter in await run.dead("", 9)] == [70 << 20] * 3
 
 
 async def test_dead_keeps_a_mebibyte_of_a_huge_entry(run: Run, raw: redis.Redis, run_id: str) -> None:
