@@ -32,7 +32,10 @@ class Watch:
         missed_s = self._muster.missed_s
         if self._limit_s is None or missed_s < self._limit_s:
             return ""
-        return f"no producer has played for this run for {missed_s:.0f} s (trainer.without_producers_s)"
+        return (
+            f"no producer has played for this run for {missed_s:.0f} s (trainer.without_producers_s); "
+            "`headrace up --resume` goes on with it"
+        )
 
     async def look(self) -> list[Task]:
         """Returns tasks that are overdue by more than a lease of a producer: whoever has them is stuck.

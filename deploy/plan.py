@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from broker.connect import MEMORY, connect_runs
 from deploy.inspection import Facts, inspect
+from deploy.progress import newest_step
 from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id
 from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
@@ -117,6 +118,12 @@ def _resumable(wish: Wish, runs: Path) -> RunFolder:
 def _check_unfinished(folder: RunFolder, config: Config) -> None:
     """A finished run with nothing left to do keeps its results. Raises ConfigError."""
     made = (folder.read_json(folder.summary_file) or {}).get("steps", 0)
+    reached = newest_step(folder.steps_file) or 0
+    if made < config.run.steps < reached:
+        raise ConfigError(
+            f"run.steps: {config.run.steps} is below step {reached}, which run {folder.run_id} has reached; "
+            f"name at least that"
+        )
     if made >= config.run.steps:
         raise ConfigError(
             f"run {folder.run_id} has made all its {made} steps, see {folder.summary_file}; "

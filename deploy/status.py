@@ -44,9 +44,11 @@ def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float) -
     found = [f"{name}, for {age(max(0.0, now - trouble.since))}: {trouble.reason}" for name, trouble in said]
     roles = {peer.role for peer in alive} | {"producer" for _, trouble in said if trouble.kind == "producers"}
     if state.status == "running" and "producer" not in roles:
-        found.append("no producer plays: `headrace scale producer N` or `python -m producers` starts some")
+        found.append(
+            "no producer plays: one that was just started loads first; `headrace scale producer N` starts more"
+        )
     if state.status == "running" and "trainer" not in roles:
-        found.append("no trainer is alive: groups wait, nothing is trained")
+        found.append("no trainer is alive: until one has loaded, groups wait and nothing is trained")
     if depths.dead:
         found.append(f"{depths.dead} dead: see `headrace dead list`")
     return found

@@ -139,7 +139,7 @@ class TrainerConfig(Section):
     without_producers: Literal["wait", "end"] = "wait"
     """Whether a run that no producer plays for waits for one, or ends as failed."""
     without_producers_s: float = Field(600.0, gt=0, le=WEEK_S)
-    """Until it ends; a run that waits says so all the time."""
+    """Until it ends, the time in which producers load included; a run that waits says so all the time."""
 
 
 class StalenessConfig(Section):
@@ -238,6 +238,11 @@ def _check_environments(environments: tuple[EnvironmentConfig, ...], evaluated: 
         raise ValueError(f"environments: {twice!r} stands twice; give one of the two a label of its own")
     if not any(environment.weight for environment in environments):
         raise ValueError("environments: every weight is 0; give those to be trained on one above 0")
+    if torn := next((e for e in environments if e.min_share and not e.weight), None):
+        raise ValueError(
+            f"environments: {torn.called!r} has weight = 0, which is never trained on, and min_share = "
+            f"{torn.min_share:g}; leave one of the two out"
+        )
     # As written: 0.1 and 0.2 are 0.3 here.
     least = sum(Decimal(repr(environment.min_share)) for environment in environments)
     if least > 1:

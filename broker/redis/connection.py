@@ -94,6 +94,7 @@ class Connection:
         answered = False
         try:
             while True:
+                began = time.monotonic()
                 try:
                     if not self._ready:
                         await self._make_ready()
@@ -107,11 +108,12 @@ class Connection:
                     answered = True
                     return answer
                 now = time.monotonic()
-                since = now if since is None else since
+                # A silent Redis has kept us waiting since the first try began.
+                since = began if since is None else since
                 left_s = since + self._patience_s - now
                 if left_s <= 0:
                     raise BrokerUnavailable(
-                        f"{sentence or self.place + ' keeps failing'}; gave up after {self._patience_s:g} s"
+                        f"{sentence or self.place + ' keeps failing'}; gave up after {now - since:.1f} s"
                     )
                 self.waits.note(send, sentence, now - since, self._patience_s)
                 await asyncio.sleep(min(backoff_s, left_s + 0.01) * random.uniform(0.5, 1.0))

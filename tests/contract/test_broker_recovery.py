@@ -126,7 +126,7 @@ async def test_services_wait_for_a_run_that_vanished(site: Site) -> None:
     hasty = site.connect(HASTY)
     await hasty.record()
     site.empty()
-    with pytest.raises(BrokerUnavailable, match=r"has vanished from Redis.*gave up after 0\.3 s"):
+    with pytest.raises(BrokerUnavailable, match=r"has vanished from Redis.*gave up after 0\.\d s"):
         await hasty.state()
     with pytest.raises(Refused, match="there is no run"):
         await stranger.state()
@@ -239,7 +239,7 @@ async def test_a_service_that_leaves_does_not_wait_for_an_outage(site: Site) -> 
     waiting = asyncio.create_task(run.state())
     await wait_until(lambda: not waiting.done(), "it waits")
     run.hasten()
-    with pytest.raises(BrokerUnavailable, match=r"cannot be reached .*gave up after 0\.3 s"):
+    with pytest.raises(BrokerUnavailable, match=r"cannot be reached .*gave up after 0\.\d s"):
         await waiting
 
 

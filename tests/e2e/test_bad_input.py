@@ -109,7 +109,7 @@ def test_a_redis_that_is_not_there(refusing: Any) -> None:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         url = f"redis://:{SECRET}@127.0.0.1:{port}/0"
-        sentence = (f"Redis at 127.0.0.1:{port} cannot be reached", "gave up after 1 s")
+        sentence = (f"Redis at 127.0.0.1:{port} cannot be reached", "gave up after 1.")
         refusing(3, sentence, "--set", "broker.connect_timeout_s=1", HEADRACE_REDIS_URL=url)
 
 
@@ -119,7 +119,7 @@ def test_a_redis_that_does_not_answer(refusing: Any) -> None:
         silent.listen()
         url = f"redis://:{SECRET}@127.0.0.1:{silent.getsockname()[1]}/0"
         patience = ("--set", "broker.connect_timeout_s=1", "--set", "broker.stream_block_ms=10")
-        refusing(3, ("does not answer in time; gave up after 1 s",), *patience, HEADRACE_REDIS_URL=url)
+        refusing(3, ("does not answer in time; gave up after ",), *patience, HEADRACE_REDIS_URL=url)
 
 
 def test_a_wrong_password(refusing: Any, redis_server: RedisProcess) -> None:

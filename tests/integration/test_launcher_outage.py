@@ -116,7 +116,7 @@ def test_a_redis_that_stays_away_ends_the_run_with_a_sentence(
     server.kill()
     _, err = process.communicate(timeout=100)
     assert process.returncode == 3
-    assert f"Redis at 127.0.0.1:{server.port} cannot be reached (Connection refused); gave up after 4 s" in err
+    assert f"Redis at 127.0.0.1:{server.port} cannot be reached (Connection refused); gave up after " in err
     assert project.happened("broker", "away") == 1
     assert project.processes() == []
 

@@ -26,6 +26,18 @@ def test_a_run_goes_to_its_end(project: Project) -> None:
     assert [(row["state"], row["step"]) for row in listed] == [("finished", 4)]
 
 
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has(project: Project) -> None:
+    project.hold()
+    project.up("--steps", "9")
+    running(project)
+    wait_until(lambda: project.steps()[-1:] == [2], "two steps are made")
+    project.headrace("stop")
+    again = project.up("--resume", "--steps", "1")
+    _, err = again.communicate(timeout=100)
+    assert again.returncode == 2
+    assert f"run.steps: 1 is below step 2, which run {project.run.name} has reached" in err
+
+
 def test_a_finished_run_keeps_its_results(project: Project) -> None:
     project.up().communicate(timeout=100)
     name, summary = project.run.name, (project.run / "summary.json").read_bytes()

@@ -184,3 +184,9 @@ def test_environments_share_as_written() -> None:
         "easy",
         "arithmetic",
     ]
+
+
+def test_an_environment_that_is_never_trained_on_has_no_least_share() -> None:
+    both = [{"name": "arithmetic"}, {"name": "arithmetic", "label": "b", "weight": 0, "min_share": 0.5}]
+    with pytest.raises(ValueError, match=r"'b' has weight = 0.*min_share = 0\.5; leave one"):
+        Config.model_validate({"environments": both})
