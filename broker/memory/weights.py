@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.api import Fence, Reign
-from broker.bounds import MAX_REIGNS
+from broker.bounds import MAX_MANIFESTS, MAX_REIGNS
 from broker.memory.service import MemoryService
 from broker.memory.store import now_ms
 from headrace.version import PolicyVersion
@@ -15,6 +15,8 @@ class MemoryWeights(MemoryService):
     async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
         store = self.fenced(fence)
         store.manifests[version] = manifest
+        if len(store.manifests) > MAX_MANIFESTS:
+            del store.manifests[min(store.manifests)]
         reign = store.reigns.get(version.incarnation, Reign(version.step, version.step))
         store.reigns[version.incarnation] = Reign(min(reign.first, version.step), max(reign.newest, version.step))
         if len(store.reigns) > MAX_REIGNS:

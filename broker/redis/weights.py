@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.api import Fence, Reign
-from broker.bounds import MAX_HEADS, MAX_REIGNS
+from broker.bounds import MAX_HEADS, MAX_MANIFESTS, MAX_REIGNS
 from broker.redis.link import text
 from broker.redis.service import RedisService, milliseconds
 from headrace.version import PolicyVersion
@@ -15,7 +15,7 @@ class RedisWeights(RedisService):
     async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
         # Known before it is there: a group of this version cannot come earlier.
         self._link.published(version.incarnation, Reign(version.step, version.step))
-        bounds = MAX_HEADS, MAX_REIGNS
+        bounds = MAX_HEADS, MAX_REIGNS, MAX_MANIFESTS
         await self._link.script("publish_head", version.incarnation, version.step, manifest, *bounds, fence=fence)
 
     async def head(self) -> PolicyVersion | None:

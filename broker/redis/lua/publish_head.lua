@@ -1,7 +1,8 @@
 -- KEYS record state manifests heads reigns
 -- FENCED
 -- ALWAYS
--- ARGV: then incarnation and step of the version, manifest, most notifications kept, most reigns kept
+-- ARGV: then incarnation and step of the version, manifest, most notifications kept, most reigns kept, most
+-- manifests kept
 -- The head only moves forward. Reigns: the first and the newest step that each incarnation published.
 local version = ARGV[3] .. '.' .. ARGV[4]
 redis.call('HSET', manifests, version, ARGV[5])
@@ -18,6 +19,17 @@ if redis.call('HLEN', reigns) > tonumber(ARGV[7]) then
     end
   end
   redis.call('HDEL', reigns, oldest)
+end
+if redis.call('HLEN', manifests) > tonumber(ARGV[8]) then
+  local oldest, its_incarnation, its_step
+  for _, name in ipairs(redis.call('HKEYS', manifests)) do
+    local i, s = string.match(name, '^(%d+)%.(%d+)$')
+    i, s = tonumber(i) or -1, tonumber(s) or -1
+    if not oldest or i < its_incarnation or (i == its_incarnation and s < its_step) then
+      oldest, its_incarnation, its_step = name, i, s
+    end
+  end
+  redis.call('HDEL', manifests, oldest)
 end
 local head = redis.call('HGET', state, 'head')
 if head then
