@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
 
 import pytest
 
+from broker.api import RunRecord
 from broker.connect import connect_run, connect_runs
 from headrace.config import BrokerConfig
 from headrace.errors import BrokerUnavailable, ConfigError, Refused
+from tests.sites import PATIENT, Site
 from tests.support import RedisProcess
 
 CONFIG = BrokerConfig(stream_block_ms=20_000, connect_timeout_s=10.0, max_deliveries=3)
@@ -85,3 +88,24 @@ async def test_parameters_of_tls_and_of_the_database_are_taken() -> None:
 def test_an_id_that_no_run_can_have(redis_url: str) -> None:
     with pytest.raises(Refused, match="run id"):
         connect_run(redis_url, "{hr:x}*")
+
+
+async def test_a_restart_is_noticed_where_redis_does_not_say_who_it_is(
+    redis_process: Callable[..., RedisProcess], record: RunRecord
+) -> None:
+    rights = ("on", ">secret", "~*", "+@all", "-info")
+    server = redis_process(*PATIENT, "--user", "quiet", *rights)
+    server.url = re.sub(r"//[^@]*@", "//quiet:secret@", server.url)
+    site = await Site(server, record).begin()
+    await site.admit(*"ab")
+    await site.play(1)
+    await site.receive(1)
+    assert site.trainer.mended == 0
+    await site.restart()
+    site.empty()
+    assert (await site.finish()).verdicts == {"lost": 1, "trained": 2}
+    await site.restart()
+    await site.beat()
+    await site.beat()
+    assert site.trainer.mended >= 2
+    await site.close()
