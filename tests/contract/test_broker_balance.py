@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.api import Fence, Hello, Peer, RunRecord
+from broker.api import DeadLetter, Fence, Hello, Peer, RunRecord
 from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA, GroupDelivery, StepEntry, TaskDelivery, Verdict
 from headrace.config import BrokerConfig
-from headrace.errors import Fenced
+from headrace.errors import Fenced, Refused
 from tests.reigns import reign
 from tests.support import make_group, make_task
 
@@ -40,6 +41,8 @@ STEPS = st.one_of(
     st.tuples(st.just("settle_task"), st.integers(0, 9)),
     st.tuples(st.just("new_trainer"), st.booleans()),
     st.tuples(st.just("zombie"), st.integers(0, 9)),
+    st.tuples(st.just("replay"), st.integers(0, 9)),
+    st.tuples(st.just("drop"), st.integers(0, 9)),
 )
 
 
@@ -142,6 +145,24 @@ class Walk:
             chosen = pick(self.groups, which)
             with pytest.raises(Fenced):
                 await self.run.settle(old, [StepEntry(chosen.entry_id, chosen.group.task_id, "trained")])
+
+    async def replay(self, which: int) -> None:
+        letters = await self.letters()
+        if letters:
+            try:
+                await self.run.replay_dead(pick(letters, which).letter_id)
+            except Refused as error:
+                self.log.append(re.sub("'.*?'", "it", str(error)))
+
+    async def drop(self, which: int) -> None:
+        letters = await self.letters()
+        if letters:
+            assert await self.run.drop_dead([pick(letters, which).letter_id]) == 1
+
+    async def letters(self) -> list[DeadLetter]:
+        letters = await self.run.dead("", 99)
+        self.log.append([replace(letter, letter_id="") for letter in letters])
+        return letters
 
 
 def pick(past: list[Any], which: int) -> Any:
