@@ -19,6 +19,7 @@ from typing import Any, cast
 from redis import exceptions
 
 from broker.api import Fence, RunStatus
+from broker.bounds import KEEP_ENDED_MS
 from broker.held import Held
 from broker.mirror import Found, Kept, Mirror, Opened, Repair
 from broker.redis.link import Link, entries_of, text
@@ -88,7 +89,8 @@ class Mender:
         reigns = [
             part for number, reign in self._link.reigns.items() for part in (number, f"{reign.first} {reign.newest}")
         ]
-        said = mirror.status, mirror.reason, mirror.step, mirror.cursor, mirror.replays
+        kept_ms = KEEP_ENDED_MS if mirror.status in ("finished", "failed") else 0
+        said = kept_ms, mirror.status, mirror.reason, mirror.step, mirror.cursor, mirror.replays
         await self._link.once(self._link.evalsha("restore", fence.incarnation, fence.nonce, record, *said, *reigns))
         await self._repair_once()
 

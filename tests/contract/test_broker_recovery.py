@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from broker.api import Reign, RunRecord
+from broker.api import Peer, Reign, RunRecord
 from broker.keys import Keys
 from broker.messages import StepEntry, StepRecord
 from headrace.config import BrokerConfig
 from headrace.errors import BrokerUnavailable, Fenced, Refused
 from headrace.version import PolicyVersion
-from tests.reigns import reign
+from tests.reigns import closed, reign
 from tests.servers import RedisProcess
 from tests.sites import CONFIG, PATIENT, Site
 from tests.support import make_group, make_task, wait_until
@@ -152,6 +152,35 @@ async def test_a_run_that_was_deleted_does_not_come_back(site: Site) -> None:
         assert [client.pttl(key) > 0 for key in client.keys("{hr:*")] == [True]
     await site.runs.create(site.record)
     assert (await site.connect().state()).step == 0
+
+
+async def test_a_run_that_had_ended_comes_back_for_as_long_as_it_would_have_stayed(site: Site) -> None:
+    await site.admit("a")
+    await site.trainer.finish(site.fence, "finished", "done")
+    site.empty()
+    await site.trainer.retire("trainer")
+    assert (await site.operator.state()).status == "finished"
+    with site.admin() as client:
+        assert [key for key in client.keys("*") if client.pttl(key) == -1] == []
+
+
+async def test_slow_replies_are_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.redis.connection.READ_MARGIN_S", 0.1)
+    run = site.connect()
+    fence = await reign(run)
+    await run.admit(fence, [make_task("a")])
+    await run.heartbeat(Peer("p0", "producer", "host", 1, True, {}), 30.0)
+    (delivery,) = await run.take("p0", 1, 0)
+    with site.admin() as client:
+        client.client_pause(1000)
+        answers = await asyncio.gather(
+            run.publish("p0", delivery, make_group(delivery.task, 1, "p0")), run.state(), run.take_groups(fence, 1, 200)
+        )
+        assert answers[0] in ("published", "repeated")
+    arrived = answers[2] or await run.take_groups(fence, 1, 200)
+    await run.settle(fence, [StepEntry(arrived[0].entry_id, "a", "trained")])
+    assert await closed(run) == (1, 0, {"trained": 1})
+    assert run.mended == 0
 
 
 async def test_a_trainer_whose_incarnation_got_lost_has_it_again(site: Site) -> None:
