@@ -11,7 +11,7 @@ Groups of 8 trajectories of 64 tokens, so that what counts is the cost of a mess
 light ones (`benchmarks/fleet.py`): all of them in one process, each with its own name, lease, connections and loops.
 At most 512 groups are under way, whatever the number of producers; the consumer makes a step of every 64 of them, with
 everything that a trainer asks of the broker for it. CPU time is that of the operating system's accounts; rounds with
-different numbers of producers take turns, in an order that turns too, and each figure is a median.
+different numbers of producers take turns, in an order that turns too; a ratio is the median of those of each turn.
 
 At low load one group is under way at a time, from one of 4 producers, and everybody else sleeps. In turn with it the
 same groups go from one process to another by the same client: bare XADD and bare XREAD BLOCK with nothing but the codec
@@ -26,7 +26,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -195,23 +194,26 @@ def _rounds(scale: Scale, repeats: int) -> tuple[dict[int, list[Round]], list[tu
 
 
 def figures(loads: dict[int, list[Round]], waits: list[tuple[float, ...]]) -> dict[str, Figure]:
-    def median(producers: int, of: Callable[[Round], float]) -> float:
-        return statistics.median(map(of, loads[producers]))
-
-    cpu_us = {producers: 1e6 * median(producers, lambda one: one.cpu_s) for producers in PRODUCERS}
-    wakeup_us, block_us, bytes_us = (1e6 * statistics.median(column) for column in zip(*waits, strict=True))
-    pairs = {
-        "cpu_per_trajectory_64_vs_4": (cpu_us[64], cpu_us[4], "us"),
-        "wakeup_vs_block": (wakeup_us, block_us, "us"),
-        "wakeup_vs_bytes": (wakeup_us, bytes_us, "us"),
-    }
+    cpu_us = {producers: [1e6 * one.cpu_s for one in rounds] for producers, rounds in loads.items()}
+    wakeup_us, block_us, bytes_us = ([1e6 * one for one in column] for column in zip(*waits, strict=True))
     found = {
-        name: Figure(value, unit, baseline, value / baseline, BARS[name], at_most=True)
-        for name, (value, baseline, unit) in pairs.items()
+        "cpu_per_trajectory_64_vs_4": _compared("cpu_per_trajectory_64_vs_4", cpu_us[64], cpu_us[4]),
+        "wakeup_vs_block": _compared("wakeup_vs_block", wakeup_us, block_us),
+        "wakeup_vs_bytes": _compared("wakeup_vs_bytes", wakeup_us, bytes_us),
     }
-    found |= {f"cpu_per_trajectory_{producers}": Figure(spent, "us") for producers, spent in cpu_us.items()}
-    found |= {f"rate_{n}": Figure(median(n, lambda one: one.rate), "trajectories/s") for n in PRODUCERS}
-    return found
+    found |= {
+        f"cpu_per_trajectory_{producers}": Figure(statistics.median(us), "us") for producers, us in cpu_us.items()
+    }
+    rates = {producers: statistics.median(one.rate for one in rounds) for producers, rounds in loads.items()}
+    return found | {f"rate_{producers}": Figure(rate, "trajectories/s") for producers, rate in rates.items()}
+
+
+def _compared(name: str, values: list[float], baselines: list[float]) -> Figure:
+    """By the median of what was measured one after the other: both met the same machine."""
+    ratio = statistics.median(value / baseline for value, baseline in zip(values, baselines, strict=True))
+    return Figure(
+        statistics.median(values), "us", statistics.median(baselines), ratio, BARS[name], at_most=BARS[name] is not None
+    )
 
 
 def main() -> int:
