@@ -49,7 +49,7 @@ PRODUCERS = (1, 4, 16, 64)
 TOKENS = 64
 WINDOW, GROUPS_PER_STEP = 512, 64
 """As a trainer with `max_lag` 8 has them."""
-ROUND, WARM_UP = 3000, 500
+ROUND, WARM_UP = 5000, 500
 """Groups."""
 WAKEUPS = 100
 """Groups of one round at low load."""
