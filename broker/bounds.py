@@ -1,20 +1,20 @@
 """How much of each thing a broker keeps of one run. The same in every broker; in Redis these are its keys:
 
-    record, state         one string, one hash with a fixed set of fields
-    tasks, groups, open   what is outstanding, which admission bounds, and what the operator replayed of `dead`; in
-                          `groups` also the settled ones of `settled`. Foreign entries leave at their first delivery
-    again                 outstanding tasks that were replayed: at most MAX_DEAD at once, and a part of `open`
-    settled               KEEP_SETTLED
-    published             KEEP_PUBLISHED
-    sheet                 MAX_REASONS, and one field per kind and verdict
-    steps                 about MAX_STEPS (a stream is cut at the end of a node, which holds 100 entries)
-    dead                  MAX_DEAD entries of at most MAX_DEAD_BYTES each
-    orders, heads         about MAX_ORDERS and MAX_HEADS
-    reigns                MAX_REIGNS
-    manifests             MAX_MANIFESTS; usually those that the trainer's publisher keeps alive
-    leases                one per reader and version that it reads; those that have run out leave with the next
-    peers, beat:<name>    MAX_PEERS, unless more are alive; a heartbeat's key lives for one lease
-    deleted               one string, for KEEP_DELETED_MS; all else lives for KEEP_ENDED_MS after the run's end
+record, state         one string, one hash with a fixed set of fields
+tasks, groups, open   what is outstanding, which admission bounds, and what the operator replayed of `dead`; in
+                      `groups` also the settled ones of `settled`. Foreign entries leave at their first delivery
+again                 outstanding tasks that were replayed: at most MAX_DEAD at once, and a part of `open`
+settled               KEEP_SETTLED
+published             KEEP_PUBLISHED
+sheet                 MAX_REASONS, and one field per kind and verdict
+steps                 about MAX_STEPS (a stream is cut at the end of a node, which holds 100 entries)
+dead                  MAX_DEAD entries of at most MAX_DEAD_BYTES each
+orders, heads         about MAX_ORDERS and MAX_HEADS
+reigns                MAX_REIGNS
+manifests             MAX_MANIFESTS; usually those that the trainer's publisher keeps alive
+leases                one per reader and version that it reads; those that have run out leave with the next
+peers, beat:<name>    MAX_PEERS, unless more are alive; a heartbeat's key lives for one lease
+deleted               one string, for KEEP_DELETED_MS; all else lives for KEEP_ENDED_MS after the run's end
 """
 
 from __future__ import annotations
