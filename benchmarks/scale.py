@@ -2,8 +2,8 @@
 
     figure                        bar      what is divided by what
     cpu_per_trajectory_64_vs_4    ≤ 1.25   CPU time of Redis and the consumer per trajectory, 64 producers over 4
-    wakeup_vs_block               ≤ 2      publish to receipt at low load, over the same groups by XADD to XREAD BLOCK
-    wakeup_vs_bytes               -        the same, over their bytes by XADD to XREAD BLOCK
+    wakeup_vs_block               ≤ 2      publish to receipt at low load, over the same bytes by XADD to XREAD BLOCK
+    wakeup_vs_groups              -        the same, with the groups encoded and decoded there, too
     cpu_per_trajectory_N          -        the same with N producers
     rate_N                        -        trajectories/s that came through
 
@@ -14,8 +14,8 @@ everything that a trainer asks of the broker for it. CPU time is that of the ope
 different numbers of producers take turns, in an order that turns too; a ratio is the median of those of each turn.
 
 At low load one group is under way at a time, from one of 4 producers, and everybody else sleeps. In turn with it the
-same groups go from one process to another by the same client: bare XADD and bare XREAD BLOCK with nothing but the codec
-around them, or (wakeup_vs_bytes) not even that. What lies between is the fence, leases, attempts and acknowledgement;
+same bytes go from one process to another by the same client: bare XADD and bare XREAD BLOCK with nothing around them,
+or (wakeup_vs_groups) the codec alone. What lies between is the fence, leases, attempts and acknowledgement;
 a wait that polls would show as milliseconds.
 """
 
@@ -44,7 +44,7 @@ from broker.messages import Group
 from broker.validate import Limits
 from deploy.redis_server import RedisServer
 
-BARS: dict[str, float | None] = {"cpu_per_trajectory_64_vs_4": 1.25, "wakeup_vs_block": 2.0, "wakeup_vs_bytes": None}
+BARS: dict[str, float | None] = {"cpu_per_trajectory_64_vs_4": 1.25, "wakeup_vs_block": 2.0, "wakeup_vs_groups": None}
 PRODUCERS = (1, 4, 16, 64)
 TOKENS = 64
 WINDOW, GROUPS_PER_STEP = 512, 64
@@ -195,11 +195,11 @@ def _rounds(scale: Scale, repeats: int) -> tuple[dict[int, list[Round]], list[tu
 
 def figures(loads: dict[int, list[Round]], waits: list[tuple[float, ...]]) -> dict[str, Figure]:
     cpu_us = {producers: [1e6 * one.cpu_s for one in rounds] for producers, rounds in loads.items()}
-    wakeup_us, block_us, bytes_us = ([1e6 * one for one in column] for column in zip(*waits, strict=True))
+    wakeup_us, groups_us, bytes_us = ([1e6 * one for one in column] for column in zip(*waits, strict=True))
     found = {
         "cpu_per_trajectory_64_vs_4": _compared("cpu_per_trajectory_64_vs_4", cpu_us[64], cpu_us[4]),
-        "wakeup_vs_block": _compared("wakeup_vs_block", wakeup_us, block_us),
-        "wakeup_vs_bytes": _compared("wakeup_vs_bytes", wakeup_us, bytes_us),
+        "wakeup_vs_block": _compared("wakeup_vs_block", wakeup_us, bytes_us),
+        "wakeup_vs_groups": _compared("wakeup_vs_groups", wakeup_us, groups_us),
     }
     found |= {
         f"cpu_per_trajectory_{producers}": Figure(statistics.median(us), "us") for producers, us in cpu_us.items()
