@@ -262,13 +262,13 @@ async def test_connections_that_are_cut_are_made_anew(site: Site) -> None:
 
 
 async def test_a_service_that_leaves_does_not_wait_for_an_outage(site: Site) -> None:
-    run = site.connect(CONFIG.model_copy(update={"connect_timeout_s": 0.3}))
+    run = site.connect(CONFIG.model_copy(update={"connect_timeout_s": 3.0}))
     await run.record()
     site.server.kill()
     waiting = asyncio.create_task(run.state())
     await wait_until(lambda: not waiting.done(), "it waits")
     run.hasten()
-    with pytest.raises(BrokerUnavailable, match=r"cannot be reached .*gave up after 0\.\d s"):
+    with pytest.raises(BrokerUnavailable, match=r"cannot be reached .*gave up after [34]\.\d s"):
         await waiting
 
 
