@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from broker.messages import TaskDelivery
 from headrace.version import PolicyVersion
 from producers.capacity import Capacity
 from producers.in_play import InPlay
+
+MOST_EARLIER = 8
+"""Deliveries of one task beside the newest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +29,21 @@ class Held:
     lost: bool = False
     """The broker does not know it as this producer's: taken over by another, or about to be handed out again."""
     job: asyncio.Task[None] | None = None
+    earlier: list[TaskDelivery] = field(default_factory=list)
+    """Of the same task, by other entries that the broker has: which of all counts, its answer to the group says."""
+
+    def came_again(self, delivery: TaskDelivery) -> None:
+        """By the same entry, or by another one."""
+        others = [] if self.lost else [*self.earlier, self.delivery]
+        self.earlier = [one for one in others if one.entry_id != delivery.entry_id][-MOST_EARLIER:]
+        self.delivery, self.lost = delivery, False
+
+    def went(self, entry_ids: Collection[str]) -> None:
+        """The broker has these no more; what is left of the task's is held."""
+        left = [one for one in (*self.earlier, self.delivery) if one.entry_id not in entry_ids]
+        self.lost = not left
+        if left:
+            *self.earlier, self.delivery = left
 
 
 def too_old(version: PolicyVersion | None, delivery: TaskDelivery) -> bool:

@@ -58,6 +58,11 @@ class Jobs:
     def version(self) -> PolicyVersion | None:
         return self.stage.player.engine.version
 
+    @property
+    def entry_ids(self) -> list[str]:
+        """Of all that is held."""
+        return [one.entry_id for held in self.held.values() for one in (*held.earlier, held.delivery)]
+
     def room(self) -> int:
         return room(self.held.values(), self.version, self.capacity)
 
@@ -92,14 +97,15 @@ class Jobs:
 
     def hold(self, delivery: TaskDelivery, budget_s: float) -> Held | None:
         """A task to play. None for one that plays here already, which comes again when the broker lost its tail, or
-        from somebody who took it over and gave it back: its job goes on, and publishes its group as this delivery.
+        from somebody who took it over and gave it back: its job goes on, and publishes its group as this delivery (and
+        as the one before, where that was not lost: an entry may be a second one that nobody asked for).
         """
         task = delivery.task
         again = [held for held in self.held.values() if held.delivery.task.task_id == task.task_id]
         for held in again:
             if held.delivery.task == task:
                 del self.held[held.delivery.entry_id]
-                held.delivery, held.lost = delivery, False
+                held.came_again(delivery)
                 self.held[delivery.entry_id] = held
                 return None
             self._end(held)
@@ -126,8 +132,11 @@ class Jobs:
         They are others' now, or a broker that lost its tail hands them out again, which it does at once: so a job is
         ended when it is called lost for the second time, and until then `hold` may find it.
         """
-        for held in [held for held in self.held.values() if not held.publishing]:
-            before, held.lost = held.lost, held.delivery.entry_id in entry_ids
+        for entry_id, held in [(entry_id, held) for entry_id, held in self.held.items() if not held.publishing]:
+            before = held.lost
+            held.went(entry_ids)
+            if held.delivery.entry_id != entry_id:
+                self.held[held.delivery.entry_id] = self.held.pop(entry_id)
             if before and held.lost:
                 self._end(held)
         self.moved()
@@ -179,12 +188,15 @@ class Jobs:
         self.moved()
 
     async def _publish(self, held: Held, group: Group) -> Published | None:
-        """The broker's answer, for the newest delivery of the task; None when it is away until the drain is over."""
-        before: Published = "superseded"
-        while True:
-            delivery = held.delivery
+        """The broker's answer, for every delivery of the task, the newest first; None when it is away until the drain
+        is over.
+        """
+        answer: Published = "superseded"
+        sent: list[TaskDelivery] = []
+        while waiting := [one for one in (*held.earlier, held.delivery) if one not in sent]:
+            delivery = waiting[-1]
             try:
-                answer = await self.port.publish(self.name, delivery, replace(group, attempt=delivery.attempt))
+                said = await self.port.publish(self.name, delivery, replace(group, attempt=delivery.attempt))
             except (BrokerUnavailable, Refused):
                 # A port in haste gives up early; how long a finished group may wait is for the drain to say.
                 if not self.leaving.is_set():
@@ -193,9 +205,9 @@ class Jobs:
                     return None
                 await asyncio.sleep(AGAIN_S)
                 continue
-            if held.delivery is delivery:
-                return answer if before == "superseded" else before
-            before = answer
+            sent.append(delivery)
+            answer = said if answer == "superseded" else answer
+        return answer
 
     def _end(self, held: Held) -> None:
         """End a job whose task is not this producer's any more."""

@@ -139,7 +139,7 @@ class Producer:
         while not await self._ended(self.config.producer.lease_s / 4):
             if self.jobs.held:
                 with self._unless_leaving():
-                    self.jobs.lose(await self.port.renew(self.name, list(self.jobs.held)))
+                    self.jobs.lose(await self.port.renew(self.name, self.jobs.entry_ids))
 
     async def heartbeat(self) -> None:
         """Says that this producer lives and how it does; stops with the run."""
@@ -202,7 +202,7 @@ class Producer:
         try:
             async with asyncio.timeout(GOODBYE_S):
                 if held:
-                    await self.port.give_back(self.name, list(held))
+                    await self.port.give_back(self.name, self.jobs.entry_ids)
                     self.gauges.event("gave_back", tasks=[task.delivery.task.task_id for task in held.values()])
                 async with self._beating:
                     await self.port.retire(self.name)

@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis.asyncio as aioredis
 import torch
 
 from broker.api import Order
 from broker.connect import connect_runs
+from broker.keys import Keys
 from broker.validate import Limits, check_group
 from headrace.errors import ModelError, Refused
 from headrace.invocation import Invocation
@@ -288,6 +290,25 @@ async def test_a_task_that_comes_again_is_not_played_again(setting: Setting) -> 
         await scene.trainer.receive("task-1")
         assert producer.jobs.stage.player.engine.stats().decoded_tokens == 4 * 32
     assert scene.trainer.groups["task-1"].group.attempt == 2
+
+
+async def test_a_second_entry_of_a_task_does_not_hide_the_first(setting: Setting) -> None:
+    scene = await setting(step_s=0.1, length_mean=1000.0, length_sigma=0.0)
+    await scene.trainer.publish(0)
+    async with scene.producer() as producer, aioredis.Redis.from_url(scene.url) as client:
+        await scene.trainer.admit("task-1")
+        await wait_until(lambda: len(producer.jobs.held) == 1, "the task is held")
+        stream = Keys(scene.record.run_id).of("tasks")
+        ((_, fields),) = await client.xrange(stream)
+        await client.xadd(stream, fields)
+        await wait_until(lambda: len(producer.jobs.entry_ids) == 2, "the second entry is held, too")
+        await scene.trainer.receive("task-1")
+        assert producer.jobs.stage.player.engine.stats().decoded_tokens == 4 * 32
+
+        async def empty() -> bool:
+            return bool(await client.xlen(stream) == 0)
+
+        await wait_until(empty, "neither entry is left")
 
 
 async def test_a_broken_engine_ends_the_service_with_its_reason(setting: Setting) -> None:

@@ -61,6 +61,21 @@ async def test_a_task_that_comes_again_is_the_running_jobs(jobs: Jobs, again: Ta
     assert not await ended(held)
 
 
+async def test_a_second_entry_of_a_task_is_held_beside_the_first(jobs: Jobs) -> None:
+    held = begin(jobs, FIRST)
+    second, again = replace(FIRST, entry_id="2-0"), replace(FIRST, attempt=2)
+    assert jobs.hold(second, 60.0) is None
+    assert (jobs.held, jobs.entry_ids) == ({"2-0": held}, ["1-0", "2-0"])
+    assert jobs.hold(again, 60.0) is None
+    assert (held.delivery, held.earlier) == (again, [second])
+    jobs.lose(["1-0"])
+    assert (jobs.held, held.delivery, held.earlier, held.lost) == ({"2-0": held}, second, [], False)
+    jobs.lose(["2-0"])
+    jobs.lose(["2-0"])
+    assert await ended(held)
+    assert jobs.held == {}
+
+
 async def test_another_task_of_the_same_name_is_played_instead(jobs: Jobs) -> None:
     old = begin(jobs, FIRST)
     new = begin(jobs, TaskDelivery("2-0", 1, replace(TASK, seed=8)))
