@@ -3,6 +3,7 @@
     figure             bar    what is divided by what
     ratio_1024         0.65   groups/s of the real path, over those of the bare one; trajectories of 1,024 tokens
     ratio_8192         0.65   the same with trajectories of 8,192 tokens
+    ratio_N_plain      -      the same over the fastest bare way of redis-py as it is installed alone, without hiredis
     bytes_per_token    ≤ 7    bytes of an encoded group over its tokens, vocabulary of 65,536; the larger of both sizes
 
 A producer and a consumer process, and one Redis on loopback with the settings that `headrace up` gives it. Groups of 8;
@@ -239,6 +240,8 @@ def main(argv: list[str]) -> int:
         rates = [1e6 / path.wall for path in (one.real, one.bare)]
         name = f"ratio_{tokens}"
         figures[name] = Figure(rates[0], "groups/s", rates[1], rates[0] / rates[1], BARS[name])
+        plain = 1e6 / min(wall for way, wall in one.tried.items() if not way.hiredis)
+        figures[f"{name}_plain"] = Figure(rates[0], "groups/s", plain, rates[0] / plain)
     most = max(one.nbytes / (GROUP_SIZE * tokens) for tokens, one in measured.items())
     figures["bytes_per_token"] = Figure(most, "bytes", bar=BARS["bytes_per_token"], at_most=True)
     return report("broker, two processes and one Redis", figures, json_file=given.json, check=given.check)
