@@ -194,6 +194,8 @@ class Producer:
         # What still waits for the broker must not find its connection closed: it would open another one.
         if not await _within(self.last_calls_s + GOODBYE_S, self._alone.wait()):
             log.warning("%s closes before these loops have ended: %s", self.name, ", ".join(sorted(self._running)))
+        # A call that is given up with the connection, the last to be closed, says that its outage is over.
+        self.port.watch(lambda why: None)
         await self.on_close()
 
     async def _say_goodbye(self) -> None:

@@ -172,6 +172,20 @@ async def test_tasks_whose_taking_was_lost_are_not_played_twice(
         await all_came(scene, producer)
 
 
+async def test_an_outage_that_ends_with_the_connection_is_not_written_down(
+    setting: tuple[Setting, RedisProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is closed last, and a call that it ends may still say so: the journal is closed by then."""
+    make, _ = setting
+    scene = await slow(make, tmp_path)
+    watching: list[Callable[[str], None]] = []
+    async with scene.producer() as producer:
+        monkeypatch.setattr(producer.port, "watch", watching.append)
+    for told in [producer.jobs.on_outage, *watching][-1:]:
+        told("away")
+        told("")
+
+
 async def test_a_run_that_was_deleted_is_an_end(setting: tuple[Setting, RedisProcess], tmp_path: Path) -> None:
     from broker.connect import connect_runs
     from headrace.errors import Refused
