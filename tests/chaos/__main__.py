@@ -45,6 +45,7 @@ def main() -> int:
             seed=told.seed,
             say=say,
             replay=not told.no_replay,
+            exact=not told.pairs,
         )
     )
     print("\n".join(verdict.lines()), flush=True)

@@ -50,11 +50,19 @@ class Verdict:
 
 
 async def chaos(
-    folder: Path, plan: Iterable[Fault], *, minutes: float, seed: int, say: Say, replay: bool = True
+    folder: Path,
+    plan: Iterable[Fault],
+    *,
+    minutes: float,
+    seed: int,
+    say: Say,
+    replay: bool = True,
+    exact: bool = True,
 ) -> Verdict:
     """Strike as planned, but no longer than so many minutes, then end the run and look.
 
-    Everything is written to `folder`; `seed` decides how long and how hard each fault is.
+    Everything is written to `folder`; `seed` decides how long and how hard each fault is. `exact` is for a plan of
+    single faults.
     """
     world = await World.make(folder, seed)
     verdict = Verdict()
@@ -63,7 +71,7 @@ async def chaos(
         await world.progress(3)
         await _strike(world, plan, verdict, minutes, say)
         await _end(world)
-        await _judge(world, verdict, say, replay)
+        await _judge(world, verdict, say, replay=replay, exact=exact)
         verdict.wrong += checks.left_over(world.record.run_id)
     except (AssertionError, TimeoutError, HeadraceError) as error:
         verdict.wrong.append(str(error) or traceback.format_exc())
@@ -103,7 +111,7 @@ async def _end(world: World) -> None:
     assert not late, f"{', '.join(late)} did not leave within {END_S:.0f} s after the last step was named"
 
 
-async def _judge(world: World, verdict: Verdict, say: Say, replay: bool) -> None:
+async def _judge(world: World, verdict: Verdict, say: Say, *, replay: bool, exact: bool) -> None:
     state = await world.operator.state()
     assert state.status == "finished", f"the run is {state.status}: {state.reason}"
     world.archive.follow()
@@ -113,7 +121,7 @@ async def _judge(world: World, verdict: Verdict, say: Say, replay: bool) -> None
     verdict.wrong += checks.strangers(world.archive.entries(), history, world.fleet.parts)
     for sheet in await world.operator.balance():
         verdict.sheet = {"admitted": sheet.admitted, "outstanding": sheet.outstanding, **sheet.verdicts}
-        verdict.wrong += checks.sheet_wrong(sheet, history, world.losses)
+        verdict.wrong += checks.sheet_wrong(sheet, history, world.losses, exact=exact)
     verdict.wrong += checks.depths_wrong(await world.operator.depths())
     if replay:
         say(f"replays {len(history)} steps")

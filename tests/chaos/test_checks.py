@@ -53,6 +53,13 @@ def test_a_sheet_that_does_not_fit(sheet: Balance) -> None:
     assert len(checks.sheet_wrong(sheet, HISTORY, 0)) == 1
 
 
+def test_what_is_lost_with_its_trainer_may_have_been_trained() -> None:
+    sheet = Balance("train", 4, 0, {"trained": 3, "lost": 1})
+    assert len(checks.sheet_wrong(sheet, HISTORY, 1)) == 1
+    assert checks.sheet_wrong(sheet, HISTORY, 1, exact=False) == []
+    assert len(checks.sheet_wrong(Balance("train", 5, 0, {"trained": 5}), HISTORY, 1, exact=False)) == 1
+
+
 def test_a_verdict_that_no_sheet_counts() -> None:
     judged = StepRecord(PolicyVersion(1, 3), (StepEntry("3-0", "e", "stale", "lag 5"),))
     assert len(checks.sheet_wrong(Balance("train", 4, 0, {"trained": 4}), [*HISTORY, judged], 0)) == 1
