@@ -46,10 +46,13 @@ def drawn(seed: float, faults: Sequence[Fault], count: int) -> Iterator[Fault]:
 
 
 def paired(seed: int, faults: Sequence[Fault], count: int) -> Iterator[Fault]:
-    """Two at once, one of a service and one of what lies between them: more than exactness is promised for."""
+    """Two at once, one of a service and one of what lies between them: more than exactness is promised for.
+
+    An emptied Redis without a trainer is none: then only the launcher knows that there is a run.
+    """
     generator = random.Random(seed)
     services = [fault for fault in faults if fault.service]
-    others = [fault for fault in faults if not fault.service]
+    others = [fault for fault in faults if not fault.service and fault.strike is not redis_faults.flush]
     for first, second in zip(drawn(generator.random(), services, count), drawn(seed, others, count), strict=True):
         yield Fault(f"{first.name} + {second.name}", 1.0, partial(_both, first=first, second=second))
 
