@@ -64,6 +64,8 @@ class Player:
         self.manifests: dict[PolicyVersion, bytes] = {}
         """Of all versions that it saw."""
         self.ended = asyncio.Event()
+        self.left = asyncio.Event()
+        """Set once it asks the broker for nothing any more."""
 
     async def play(self) -> None:
         while not self.ended.is_set():
@@ -72,6 +74,7 @@ class Player:
                 continue
             for delivery in await self.port.take("player", 2, 100):
                 await self._answer(delivery)
+        self.left.set()
 
     async def _answer(self, delivery: TaskDelivery) -> None:
         version: PolicyVersion | None = None
