@@ -13,7 +13,7 @@ Redis or not; the rules below are right in both cases, and when the caller sends
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -48,12 +48,16 @@ class Found:
     counts: Mapping[str, int]
     open: Mapping[str, Opened]
     replays: int
+    strays: Sequence[str] = ()
+    """Entries of tasks that no open task names: a torn transaction left them, and what they bring counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
     """What makes Redis whole."""
 
+    strays: Sequence[str]
+    """Entries that leave."""
     counts: dict[str, int]
     """Counters of the sheet and what they must be, before the lost ones are counted."""
     closed: list[str]
@@ -71,7 +75,7 @@ class Repair:
 
     @property
     def empty(self) -> bool:
-        return not (self.counts or self.closed or self.held or self.lost)
+        return not (self.strays or self.counts or self.closed or self.held or self.lost)
 
 
 @dataclass(slots=True)
@@ -146,6 +150,7 @@ class Mirror:
         }
         vanished = [task_id for task_id in known if not _there(found, task_id)]
         return Repair(
+            strays=found.strays,
             counts=self._differing(found.counts, Counter(f"{kind} admitted" for kind in replayed.values())),
             closed=[task_id for task_id in found.open if task_id not in known and task_id not in replayed],
             held=[

@@ -117,13 +117,13 @@ class Mender:
         return done
 
     async def _look(self) -> tuple[Found, str]:
-        sheet, replays, mark, *rows = await self._link.once(self._link.evalsha("look", fence=self._trainer))
+        sheet, replays, mark, strays, *rows = await self._link.once(self._link.evalsha("look", fence=self._trainer))
         counts = {text(name): int(value) for name, value in zip(sheet[::2], sheet[1::2], strict=True)}
         opened = {
             text(task_id): Opened(text(kind), text(where), bool(there), int(replay))
             for task_id, kind, where, there, replay in rows
         }
-        return Found(counts, opened, int(replays)), text(mark)
+        return Found(counts, opened, int(replays), [text(entry_id) for entry_id in strays]), text(mark)
 
     async def _learn(self) -> None:
         """The mirror anew, from a Redis that is believed."""
@@ -169,7 +169,8 @@ class Mender:
 def _arguments(sent: _Sent) -> list[Any]:
     repair = sent.repair
     lost = [(task_id, kept.kind, kept.body or b"") for task_id, kept in repair.lost]
-    lists = (list(repair.counts.items()), [(task_id,) for task_id in repair.closed], repair.held, lost)
+    strays, closed = ([(name,) for name in names] for names in (repair.strays, repair.closed))
+    lists = (list(repair.counts.items()), strays, closed, repair.held, lost)
     arguments: list[Any] = [sent.mark, repair.seen, LOST, HELD]
     for rows in lists:
         arguments += [len(rows), *(part for row in rows for part in row)]

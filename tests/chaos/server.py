@@ -14,8 +14,9 @@ from redis import exceptions
 from deploy.redis_server import RedisServer
 from tests.support import wait_until
 
-# The archive reads the append-only file to its end, so that it may not be rewritten.
-KEEP_FILE = {"auto-aof-rewrite-percentage": "0"}
+# The archive reads the append-only file to its end, so that it may not be rewritten; and what Redis has answered for
+# must be in it: `everysec` holds back even the writing while the disk is busy with the second before.
+KEEP_FILE = {"auto-aof-rewrite-percentage": "0", "appendfsync": "no"}
 
 
 class Server:

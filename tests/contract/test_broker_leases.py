@@ -41,7 +41,7 @@ class Living:
         self.port = await self.site.producer(self.name, LEASE_S)
         (self.delivery,) = await self.port.take(self.name, 1, 0)
         assert self.delivery.task.task_id == self.task_id
-        self._over = asyncio.Event()
+        self._over, self._hangs = asyncio.Event(), False
         self._loop = asyncio.create_task(self._renew())
         return self
 
@@ -50,7 +50,7 @@ class Living:
         await self._loop
 
     async def _renew(self) -> None:
-        while not self._over.is_set():
+        while not (self._over.is_set() or self._hangs):
             await self.port.heartbeat(Peer(self.name, "producer", "host", 1, True, {}), LEASE_S)
             self.lost += await self.port.renew(self.name, [self.delivery.entry_id])
             with contextlib.suppress(TimeoutError):
@@ -58,10 +58,13 @@ class Living:
 
     async def hang(self) -> None:
         """It asks nothing from now on, until it goes on; what it has asked already is forgotten."""
+        # The client may lose a cancellation.
+        self._hangs = True
         self._loop.cancel()
         await asyncio.wait([self._loop])
 
     def go_on(self) -> None:
+        self._hangs = False
         self._loop = asyncio.create_task(self._renew())
 
     async def publish(self) -> str:

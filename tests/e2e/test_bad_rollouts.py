@@ -84,9 +84,12 @@ def test_a_disk_that_is_full_is_waited_for(launched: Launches, tiny_model: Path)
         return [line["step"] for line in launched.events("trainer") if line["event"] == "checkpoint_failed"]
 
     wait_here(lambda: bool(failed()), "a checkpoint cannot be written", PATIENCE_S)
-    said = launched.headrace("status", "--run", "full").stdout
-    assert f"checkpoint {checkpoints}" in said.replace("\n", "")
-    assert "cannot be written" in said.replace("\n", "")
+
+    def said() -> bool:
+        status = launched.headrace("status", "--run", "full").stdout.replace("\n", "")
+        return f"checkpoint {checkpoints}" in status and "cannot be written" in status
+
+    wait_here(said, "`headrace status` says so", PATIENCE_S)
     whole = sorted(folder.name for folder in checkpoints.iterdir() if folder.name.isdigit())
     assert whole
     assert int(whole[-1]) < failed()[0]

@@ -2,8 +2,9 @@
 -- FENCED
 -- ALWAYS
 -- ARGV: then mark of this repair, sum of the sheet's counters as it was seen, reason of what is lost, what a stand-in
--- says, then four lists, each after its length: counters and their values; tasks to close; tasks and kinds that the
--- trainer has groups of; task, kind and body of those that are lost, the body empty where the task cannot be asked again.
+-- says, then five lists, each after its length: counters and their values; entries of `tasks` that are not the one of an
+-- open task; tasks to close; tasks and kinds that the trainer has groups of; task, kind and body of those that are lost,
+-- the body empty where the task cannot be asked again.
 -- Answers 0, and does nothing, when the sheet has changed since: by a call of this trainer that was on its way, or a
 -- replay of the operator.
 local counters, sum = redis.call('HGETALL', sheet), 0
@@ -37,6 +38,14 @@ redis.call('HSET', state, 'repair', ARGV[3])
 local first, last = list(2)
 for i = first, last, 2 do
   redis.call('HSET', sheet, ARGV[i], ARGV[i + 1])
+end
+first, last = list(1)
+for i = first, last do
+  local entry = redis.call('XRANGE', tasks, ARGV[i], ARGV[i])[1]
+  if entry and string.match(redis.call('HGET', open, field(entry, 'task')) or '', '%S+$') ~= ARGV[i] then
+    redis.call('XACK', tasks, 'producers', ARGV[i])
+    redis.call('XDEL', tasks, ARGV[i])
+  end
 end
 first, last = list(1)
 for i = first, last do
