@@ -139,8 +139,10 @@ def servers(redis_process: Callable[..., RedisProcess]) -> Callable[[], RedisPro
 )
 @given(steps=STEPS)
 @example(  # The middle one tears the transaction that admits on Redis 7.0.
-    steps=[("admit", 3), ("play", "p0"), ("admit", 2), ("restart", 0.215), ("give_back", "p0"), ("restart", 0.889)]
-    + [("restart", 0.926), ("admit", 3), ("play", "p1")]
+    steps=[
+        *(("admit", 3), ("play", "p0"), ("admit", 2), ("restart", 0.215), ("give_back", "p0")),
+        *(("restart", 0.889), ("restart", 0.926), ("admit", 3), ("play", "p1")),
+    ]
 )
 def test_the_sheet_closes_whatever_is_lost(
     servers: Callable[[], RedisProcess], record: RunRecord, steps: list[tuple[Any, ...]]
