@@ -16,7 +16,7 @@ from headrace.telemetry.journal import Journal
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
-"""Lines that wait for room on the disk; of more, the oldest are left out, which is said in their place."""
+"""Lines that wait for room on the disk; of more, the oldest are left out, and the next one says how many were."""
 
 
 class Lines:
@@ -43,13 +43,13 @@ class Lines:
     def flush(self) -> None:
         """Write what waits, as far as there is room."""
         try:
-            if self._left_out:
-                self._journal.write("lines_left_out", count=self._left_out)
-                self._left_out = 0
             while self._waiting:
                 event, fields = self._waiting[0]
-                self._journal.write(event, **fields)
+                # Not a line of its own: the last line is always one that somebody wrote.
+                gap = {"lines_left_out": self._left_out} if self._left_out else {}
+                self._journal.write(event, **fields, **gap)
                 self._waiting.popleft()
+                self._left_out = 0
             self.trouble = ""
         except ServiceError as error:
             self.trouble = f"{error}; its lines wait in memory"
