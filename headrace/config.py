@@ -6,6 +6,7 @@ Secrets do not belong here: the tree is stored in the broker and printed by `hea
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ Threads = Annotated[int, Field(ge=1, le=1024)]
 LONGEST_NAME, LONGEST_PATH = 255, 3072
 """Bytes of one part of a path and of a whole one on Linux, with room for what is put below it."""
 
+_LABEL = re.compile("[A-Za-z0-9._-]*")
+
 
 def _possible_path(text: str) -> str:
     """Refuse what no file system takes, or what cannot be told from "not there"."""
@@ -35,6 +38,12 @@ def _possible_path(text: str) -> str:
     longest = max(len(part.encode()) for part in text.split("/"))
     if size > LONGEST_PATH or longest > LONGEST_NAME:
         raise ValueError(f"is too long for a path: {size} bytes, the longest part {longest}")
+    return text
+
+
+def _label(text: str) -> str:
+    if not _LABEL.fullmatch(text):
+        raise ValueError("may have letters A to Z, digits, dots, underscores and dashes only")
     return text
 
 
@@ -76,7 +85,7 @@ class EnvironmentConfig(Section):
     """Passed to the environment's constructor as keywords."""
     reward: PathText = ""
     """A reward by name; empty is the environment's own."""
-    label: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    label: Annotated[str, AfterValidator(_label)] = Field("", max_length=64)
     """What tasks, metrics and `evaluation.environment` call it; empty is its name. One name may stand twice so."""
     weight: float = Field(1.0, ge=0, le=LARGEST_FACTOR)
     """Its share of the training prompts, relative to the weights of the others."""

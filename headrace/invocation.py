@@ -55,7 +55,10 @@ class Invocation:
             raise ConfigError("no run is named; set HEADRACE_RUN or pass --run")
         name = told("name") or f"{role}-{socket.gethostname()}-{os.getpid()}"
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{role} name {name!r} must be letters, digits, dots and dashes, at most 100 of them")
+            raise ConfigError(
+                f"{role} name {name!r} must be 1 to 100 letters, digits, dots, underscores and dashes, beginning with "
+                "a letter or digit"
+            )
         port = told("metrics_port") or "0"
         if not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"metrics port {port!r} is not a number from 0 to 65535; 0 takes a free one")

@@ -1,5 +1,6 @@
 """What the configuration accepts, and what it says when it does not."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,11 @@ def test_the_redis_url_is_no_configuration_key() -> None:
         ("environments=[]", "environments: at least one environment is needed"),
         ("environments=[{name='a'}, {name='a'}]", "environments: 'a' stands twice; give one of the two a label"),
         ("environments=[{name='a', label='b'}, {name='b'}]", "environments: 'b' stands twice"),
-        ("environments=[{name='a', label='b c'}]", "environments.0.label = 'b c' (from command line): string should"),
+        (
+            "environments=[{name='a', label='b c'}]",
+            "environments.0.label = 'b c' (from command line): may have letters A to Z, digits, dots, underscores and",
+        ),
+        ('environments=[{name="a", label="b\\n"}]', "environments.0.label = 'b\\n' (from command line): may have"),
         ("environments=[{name='a', weight=0}]", "environments: every weight is 0; give those to be trained on"),
         (
             "environments=[{name='a', min_share=0.6}, {name='b', min_share=0.5}]",
@@ -99,6 +104,10 @@ def test_every_number_has_an_upper_bound() -> None:
         for key, field in section["properties"].items():
             if field.get("type") in ("integer", "number"):
                 assert "maximum" in field or "exclusiveMaximum" in field, f"{name}.{key}"
+
+
+def test_no_refusal_is_a_regular_expression() -> None:
+    assert '"pattern"' not in json.dumps(Config.model_json_schema()), "what is allowed is said in words"
 
 
 def test_a_value_below_a_value_is_refused() -> None:
