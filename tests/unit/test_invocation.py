@@ -25,7 +25,11 @@ def test_flags_go_before_the_environment() -> None:
         ({"redis_url": "redis://:secret@h"}, ENVIRON, "--redis-url holds a password"),
         ({}, {"HEADRACE_RUN": "r1"}, "HEADRACE_REDIS_URL is not set"),
         ({"redis_url": "redis://h"}, {}, "no run is named; set HEADRACE_RUN or pass --run"),
-        ({"name": "../x"}, ENVIRON, "producer name '../x' must be 1 to 100 letters, digits, dots, underscores and dashes"),
+        (
+            {"name": "../x"},
+            ENVIRON,
+            "producer name '../x' must be 1 to 100 letters, digits, dots, underscores and dashes",
+        ),
         ({"metrics_port": "70000"}, ENVIRON, "metrics port '70000' is not a number from 0 to 65535"),
     ],
 )
