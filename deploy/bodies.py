@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from broker.codec import decode_flat
-from broker.flat import FlatGroup
+from broker.flat import FlatGroup, sampled_runs
+from broker.validate import LOGPROB_SLACK
 from deploy.printable import printable
 from headrace.errors import WireError
 from headrace.version import PolicyVersion
@@ -82,10 +84,23 @@ def _figures(flat: FlatGroup) -> Iterator[str]:
     for name, array in named.items():
         if len(finite := array[np.isfinite(array)]):
             yield f"{len(array):,} {name} from {finite.min():.6g} to {finite.max():.6g}"
-    wrong = np.flatnonzero(~np.isfinite(flat.logprobs_M))
-    if len(wrong):
-        yield f"log-prob number {wrong[0]} is {flat.logprobs_M[wrong[0]]}"
+    for number in np.flatnonzero(~(np.isfinite(flat.logprobs_M) & (flat.logprobs_M <= LOGPROB_SLACK)))[:1].tolist():
+        yield f"log-prob number {number}{_place(flat, number)} is {flat.logprobs_M[number]:.6g}"
     spans_S5 = np.asarray(flat.spans_5S, np.int64).reshape(-1, 5)
     versions = [PolicyVersion(*row) for row in np.unique(spans_S5[:, 2:4], axis=0).tolist()]
     if versions:
         yield f"sampled by versions {', '.join(map(str, versions[:16]))}"
+
+
+def _place(flat: FlatGroup, number: int) -> str:
+    """Where a sampled token stands; empty where mask and lengths do not say it."""
+    place = None
+    for start, end in sampled_runs(flat.mask_runs_R):
+        if number < end - start:
+            place = start + number
+            break
+        number -= end - start
+    for member, (start, end) in enumerate(pairwise(accumulate(flat.lengths_N, initial=0))):
+        if place is not None and start <= place < end:
+            return f" (token {place - start} of trajectory {member})"
+    return ""

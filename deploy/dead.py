@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +51,19 @@ async def replay(run_id: str, operator: OperatorPort, ids: Sequence[str]) -> Non
         else:
             typer.echo(f"{letter_id}: it is back where it came from, and its task is admitted anew")
     if refused:
-        raise Refused(f"{refused} of {len(ids)} letters of run {run_id} were not replayed; the reasons stand above")
+        raise Refused(f"{refused} of {len(ids)} letters of run {run_id} could not be replayed; the reasons stand above")
     if not ids:
         typer.echo(f"run {run_id} has no dead letters")
 
 
 async def drop(run_id: str, operator: OperatorPort, ids: Sequence[str]) -> str:
-    """Forget letters; returns how many there were. Raises Refused when there was none of those that were named."""
+    """Forget letters; returns a sentence. Raises Refused when there was none of those that were named."""
     dropped = 0
     for first in range(0, len(ids), PAGE):
         dropped += await operator.drop_dead(list(ids[first : first + PAGE]))
     if ids and not dropped:
         raise Refused(f"run {run_id} has no such dead letter: {', '.join(ids)}; `headrace dead list` shows all")
-    missing = f"; {len(ids) - dropped} were not there" if dropped < len(ids) else ""
+    missing = "; the rest was not there" if dropped < len(ids) else ""
     return f"dropped {dropped} of run {run_id}{missing}"
 
 
@@ -91,9 +90,18 @@ def check_id(letter_id: str) -> str:
 
 
 def facts(letter: DeadLetter, now_ms: int) -> dict[str, Any]:
-    """Everything but the body, JSON-able."""
-    named = {field.name: getattr(letter, field.name) for field in fields(letter) if field.name != "body"}
-    return {**named, "age_s": round(max(0, now_ms - _written_ms(letter.letter_id)) / 1000, 1)}
+    """Everything but the body, JSON-able, by the names that all commands use."""
+    return {
+        "id": letter.letter_id,
+        "age_s": round(max(0, now_ms - _written_ms(letter.letter_id)) / 1000, 1),
+        "source": letter.source,
+        "task": letter.task_id,
+        "attempt": letter.attempt,
+        "kind": letter.kind,
+        "bytes": letter.length,
+        "sha256": letter.sha256,
+        "reason": letter.reason,
+    }
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
@@ -102,8 +110,8 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
         right = column in ("age", "attempt", "bytes")
         shown.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in found:
-        cells = (row["source"], row["task_id"], row["attempt"], f"{row['length']:,}", row["reason"])
-        shown.add_row(row["letter_id"], age(row["age_s"]), *(Text(printable(cell)) for cell in cells))
+        cells = (row["source"], row["task"], row["attempt"], f"{row['bytes']:,}", row["reason"])
+        shown.add_row(row["id"], age(row["age_s"]), *(Text(printable(cell)) for cell in cells))
     return shown
 
 
@@ -111,18 +119,8 @@ def show(console: Console, letter: DeadLetter, now_ms: int) -> None:
     """One letter, whole: what the broker says of it, then its body as far as that can be read."""
     known = facts(letter, now_ms)
     kept = "" if len(letter.body) == letter.length else f", of which the first {len(letter.body):,} are kept"
-    rows = {
-        "letter": f"{letter.letter_id}, {age(known['age_s'])} old",
-        "source": f"stream {letter.source}",
-        "task": letter.task_id,
-        "attempt": letter.attempt,
-        "kind": letter.kind,
-        "reason": letter.reason,
-        "body": f"{letter.length:,} bytes{kept}",
-        "sha256": letter.sha256,
-    }
-    for name, value in rows.items():
-        console.print(Text.assemble((f"{name:8} ", "dim"), printable(value)))
+    for name, value in (known | {"age_s": age(known["age_s"]), "bytes": f"{letter.length:,}{kept}"}).items():
+        console.print(Text.assemble((f"{name.removesuffix('_s'):8} ", "dim"), printable(value)))
     said = describe(letter.source, letter.body)
     for line in said or hex_lines(letter.body):
         console.print(Text(f"  {line}"))

@@ -59,7 +59,7 @@ class Desk:
 
     def letters(self) -> dict[str, str]:
         """Task to id."""
-        return {row["task_id"]: row["letter_id"] for row in json.loads(self.said("list", "--json"))}
+        return {row["task"]: row["id"] for row in json.loads(self.said("list", "--json"))}
 
     def balance(self) -> tuple[int, int, dict[str, int]]:
         async def ask() -> tuple[int, int, dict[str, int]]:
@@ -128,8 +128,10 @@ def test_they_are_listed_with_their_reasons(desk: Desk) -> None:
     ]
     assert "log-prob is not finite" in rows[0][7]
     listed = json.loads(desk.said("list", "--json"))
-    assert [row["length"] for row in listed][2] == 14
-    assert all(row["age_s"] >= 0 and len(row["sha256"]) == 64 and "body" not in row for row in listed)
+    columns = desk.said("list").splitlines()[0].split()
+    assert {*columns} - {"age"} <= {*listed[0]} == {*columns, "age_s", "kind", "sha256"} - {"age"}, "one set of names"
+    assert [row["bytes"] for row in listed][2] == 14
+    assert all(row["age_s"] >= 0 and len(row["sha256"]) == 64 and row["kind"] == "train" for row in listed)
 
 
 def test_one_is_shown_as_far_as_it_can_be_read(desk: Desk) -> None:
@@ -138,26 +140,27 @@ def test_one_is_shown_as_far_as_it_can_be_read(desk: Desk) -> None:
     assert re.search(r"^reason +a log-prob is not finite", nan, re.M)
     assert re.search(r"^  env +arithmetic$", nan, re.M)
     assert re.search(r"^  2 trajectories of 10, 10 tokens$", nan, re.M)
-    assert re.search(r"^  log-prob number 1 is nan$", nan, re.M)
+    assert re.search(r"^  log-prob number 1 \(token 5 of trajectory 0\) is nan$", nan, re.M)
+    assert re.search(rf"^id +{letters['nan']}$", nan, re.M)
     broken = desk.said("show", letters["broken"])
     assert "00 1b 5b 33 31 6d 6e 6f 20 74 61 73 6b ff" in broken
     assert "|..[31mno task.|" in broken
     assert "\x1b" not in broken
     huge = desk.said("show", letters["huge"])
-    assert re.search(r"^body +[\d,]+ bytes, of which the first 1,048,576 are kept$", huge, re.M)
+    assert re.search(r"^bytes +[\d,]+, of which the first 1,048,576 are kept$", huge, re.M)
     assert re.search(r"^  env +arithmetic$", huge, re.M), "what was kept is read as far as it goes"
     assert "… no more can be read (OutOfData)" in huge
 
 
 def test_the_bytes_can_be_kept(desk: Desk) -> None:
-    letters = {row["task_id"]: row for row in json.loads(desk.said("list", "--json"))}
+    letters = {row["task"]: row for row in json.loads(desk.said("list", "--json"))}
     file = desk.folder / "body"
-    assert f"bytes to {file}" in desk.said("show", letters["nan"]["letter_id"], "--output", str(file))
+    assert f"bytes to {file}" in desk.said("show", letters["nan"]["id"], "--output", str(file))
     assert hashlib.sha256(file.read_bytes()).hexdigest() == letters["nan"]["sha256"]
     assert msgpack.unpackb(file.read_bytes())[1]["task"] == "nan"
-    assert "the rest was not kept" in desk.said("show", letters["huge"]["letter_id"], "--output", str(file))
+    assert "the rest was not kept" in desk.said("show", letters["huge"]["id"], "--output", str(file))
     assert file.stat().st_size == 1 << 20
-    refused = desk("show", letters["nan"]["letter_id"], "--output", str(desk.folder))
+    refused = desk("show", letters["nan"]["id"], "--output", str(desk.folder))
     assert (refused.stderr, refused.returncode) == (f"headrace: {desk.folder} cannot be written: Is a directory\n", 7)
 
 
@@ -177,7 +180,7 @@ def test_what_cannot_be_replayed_says_why_and_the_rest_is(desk: Desk) -> None:
     assert len(done.stdout.splitlines()) == 2
     assert done.stderr.splitlines()[0].startswith(f"{letters['huge']}: the dead letter '{letters['huge']}' was longer")
     assert done.stderr.splitlines()[1] == (
-        "headrace: 1 of 3 letters of run r were not replayed; the reasons stand above"
+        "headrace: 1 of 3 letters of run r could not be replayed; the reasons stand above"
     )
     assert done.returncode == 3
     gone = desk("replay", letters["nan"])
@@ -187,7 +190,7 @@ def test_what_cannot_be_replayed_says_why_and_the_rest_is(desk: Desk) -> None:
 
 def test_dropped_ones_are_forgotten_and_stay_counted(desk: Desk) -> None:
     letters = desk.letters()
-    assert desk.said("drop", letters["nan"], "1-1") == "dropped 1 of run r; 1 were not there\n"
+    assert desk.said("drop", letters["nan"], "1-1") == "dropped 1 of run r; the rest was not there\n"
     assert desk.said("drop", "--all") == "dropped 2 of run r\n"
     assert desk.said("list") == "no dead letters\n"
     assert desk.said("replay", "--all") == "run r has no dead letters\n"

@@ -40,8 +40,14 @@ def test_numbers_that_are_none_do_not_hide_the_others() -> None:
     group = make_group(TASK, 1, "p")
     group.trajectories[1].logprobs_T[-1] = np.inf
     lines = describe("groups", encode_group(group, 100))
-    assert "log-prob number 11 is inf" in lines
+    assert "log-prob number 11 (token 9 of trajectory 1) is inf" in lines
     assert any(line.startswith("12 log-probs from -") for line in lines)
+
+
+def test_a_probability_above_one_is_found() -> None:
+    group = make_group(TASK, 1, "p")
+    group.trajectories[0].logprobs_T[-1] = 0.5
+    assert "log-prob number 5 (token 9 of trajectory 0) is 0.5" in describe("groups", encode_group(group, 100))
 
 
 @given(st.integers(0, len(GROUP)))
