@@ -86,8 +86,8 @@ class Connection:
         """Await `send` until it has an answer. It must be harmless to repeat.
 
         Connections that fail, and a Redis that is full or loading, are tried again with backoff and jitter: for
-        `connect_timeout_s` where Redis was never reached or the service is leaving, else for `outage_s`; then
-        BrokerUnavailable.
+        `connect_timeout_s` where Redis was never reached or the service is leaving, else for `outage_s` and once
+        more, since it may be this process that was stopped for so long; then BrokerUnavailable.
         """
         since: float | None = None
         backoff_s = FIRST_BACKOFF_S
@@ -111,7 +111,7 @@ class Connection:
                 # A silent Redis has kept us waiting since the first try began.
                 since = began if since is None else since
                 left_s = since + self._patience_s - now
-                if left_s <= 0:
+                if (began if self._patient else now) - since >= self._patience_s:
                     raise BrokerUnavailable(
                         f"{sentence or self.place + ' keeps failing'}; gave up after {now - since:.1f} s"
                     )
@@ -138,8 +138,12 @@ class Connection:
         await self._client.aclose(close_connection_pool=True)
 
     @property
+    def _patient(self) -> bool:
+        return self._reached and not self._hasty
+
+    @property
     def _patience_s(self) -> float:
-        return self._outage_s if self._reached and not self._hasty else self._connect_s
+        return self._outage_s if self._patient else self._connect_s
 
     async def _greet(self, socket: Any) -> None:
         """A connection is opened, perhaps to a server that was started anew since the last one."""

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 
+import psutil
 import pytest
 
-from broker.api import RunRecord
+from broker.api import Order, RunRecord
 from broker.connect import connect_run, connect_runs
 from headrace.config import BrokerConfig
 from headrace.errors import BrokerUnavailable, ConfigError, Refused
 from tests.sites import PATIENT, Site
-from tests.support import RedisProcess
+from tests.support import RedisProcess, wait_until
 
 CONFIG = BrokerConfig(stream_block_ms=20_000, connect_timeout_s=10.0, max_deliveries=3)
 HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.2)
 PASSWORD = "secret-of-tests"
+WAITS_FOR_AN_ORDER = """
+import asyncio, os, sys
+from broker.connect import connect_run
+from headrace.config import BrokerConfig
+
+async def main():
+    run = connect_run(os.environ["REDIS"], os.environ["RUN"], BrokerConfig(stream_block_ms=20_000, outage_s=0.5))
+    (order,) = await run.orders("0", 20_000)
+    await run.close()
+    print(order.reason)
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture
@@ -109,3 +128,33 @@ async def test_a_restart_is_noticed_where_redis_does_not_say_who_it_is(
     await site.beat()
     assert site.trainer.mended >= 2
     await site.close()
+
+
+async def test_a_process_that_was_stopped_for_longer_than_an_outage_may_last_asks_once_more(
+    redis_process: Callable[..., RedisProcess], record: RunRecord
+) -> None:
+    site = await Site(redis_process("--appendonly", "no"), record).begin()
+    with started(WAITS_FOR_AN_ORDER, REDIS=site.server.url, RUN=record.run_id) as process, site.admin() as client:
+
+        def blocked() -> list[str]:
+            return [one["id"] for one in client.client_list() if "b" in one["flags"]]
+
+        try:
+            await wait_until(lambda: len(blocked()) == 1, "it waits for an order", 60)
+            os.kill(process.pid, signal.SIGSTOP)
+            await wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it is stopped")
+            client.client_kill_filter(_id=blocked()[0])
+            await site.trainer.order(Order("", "scale", reason="it has come"))
+            stopped = time.monotonic()
+            await wait_until(lambda: time.monotonic() > stopped + 1.0, "an outage may not last longer")
+            os.kill(process.pid, signal.SIGCONT)
+            said, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (said.strip(), process.returncode) == ("it has come", 0), errors
+    await site.close()
+
+
+def started(code: str, **variables: str) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    return subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
