@@ -61,14 +61,12 @@ class RedisTrainer(RedisTaking):
         return replayable(_readable(entries_of(reply)), step)
 
     async def settle(self, fence: Fence, entries: list[StepEntry]) -> None:
-        for first in range(0, len(entries), BATCH):
-            some = entries[first : first + BATCH]
-            args = [part for entry in some for part in self._verdict(entry)]
+        for some in _batches(entries):
+            args = [part for entry in some.values() for part in self._verdict(entry)]
             closed = await self._link.script("settle", KEEP_SETTLED, *args, fence=fence)
-            verdicts = {entry.task_id: entry for entry in some}
             for task_id in map(text, closed):
-                self._mender.mirror.close(task_id, verdicts[task_id].verdict, verdicts[task_id].reason)
-            for entry in some:
+                self._mender.mirror.close(task_id, some[task_id].verdict, some[task_id].reason)
+            for entry in some.values():
                 stood_in = self._held.settle(entry.entry_id, entry.task_id)
                 # Its task is open with another group, which nobody was given yet.
                 self._groups_lost = self._groups_lost or (stood_in and entry.verdict == "superseded")
@@ -95,6 +93,18 @@ class RedisTrainer(RedisTaking):
         ):
             self._mender.mirror.close(entry.task_id, entry.verdict, entry.reason)
         return entry.entry_id, entry.task_id, entry.verdict, entry.reason, int(held)
+
+
+def _batches(entries: list[StepEntry]) -> Iterator[dict[str, StepEntry]]:
+    """By task, one of each at once: the script answers which tasks it closed, not by which entry."""
+    some: dict[str, StepEntry] = {}
+    for entry in entries:
+        if entry.task_id in some or len(some) == BATCH:
+            yield some
+            some = {}
+        some[entry.task_id] = entry
+    if some:
+        yield some
 
 
 def _readable(entries: list[Entry]) -> Iterator[StepRecord]:
