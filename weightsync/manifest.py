@@ -20,6 +20,8 @@ from headrace.version import PolicyVersion
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes."""
+CHUNK_BYTES = 4 << 20
+"""What is digested, sent and verified by itself (see `weightsync/placement.py`)."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Wire dtypes and the size of one element."""
 
@@ -28,7 +30,8 @@ MAX_TENSORS = 1 << 17
 MAX_DIMS = 8
 MAX_TEXT = 512
 """Longest name of a tensor, host, run or segment, in characters."""
-MAX_LAYOUT_BYTES = 1 << 44
+MAX_LAYOUT_BYTES = 1 << 40
+MAX_PARTS = 4096
 DIGEST_BYTES = 16
 
 
@@ -55,9 +58,11 @@ class Layout:
 
     tensors: tuple[TensorSpec, ...]
     nbytes: int
+    parts: int = 1
+    """Ranks of the trainer, each of which publishes its rows of every tensor."""
 
     @classmethod
-    def of(cls, shapes: list[tuple[str, str, tuple[int, ...]]]) -> Layout:
+    def of(cls, shapes: list[tuple[str, str, tuple[int, ...]]], parts: int = 1) -> Layout:
         """Lay (name, dtype, shape) triples out in order, each aligned to `ALIGNMENT`.
 
         Raises WeightError for an unknown dtype, a repeated name or sizes beyond the bounds of this module.
@@ -69,27 +74,49 @@ class Layout:
             nbytes = size_of(dtype, shape)
             specs.append(TensorSpec(name, dtype, shape, offset, nbytes))
             offset += aligned(nbytes)
-        layout = cls(tuple(specs), offset)
+        layout = cls(tuple(specs), offset, parts)
         if reason := layout_fault(layout):
             raise WeightError(f"this model cannot be laid out: {reason}")
         return layout
 
+    def part_nbytes(self, part: int) -> int:
+        """Bytes of what one rank publishes."""
+        if self.parts == 1:
+            return self.nbytes
+        rows = (rows_of(tensor, part, self.parts) for tensor in self.tensors)
+        return sum(aligned(row_bytes * (last - first)) for row_bytes, first, last in rows)
+
+
+def rows_of(tensor: TensorSpec, part: int, parts: int) -> tuple[int, int, int]:
+    """Bytes of a row, and the first and the end of the rows that `torch.chunk` gives this part."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    share = -(-rows // parts)
+    first = min(rows, part * share)
+    return tensor.nbytes // rows if rows else 0, first, min(rows, first + share)
+
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """A sealed version: nobody may commit one that is not sealed."""
+class Part:
+    """What one rank of the trainer publishes of a version."""
 
-    version: PolicyVersion
-    layout: Layout
-    digests: tuple[str, ...]
-    """xxh3-128 of each tensor's bytes, hex, in layout order."""
     host: str
     segment: str
     """Name of the shared-memory segment on `host`."""
+    digests: tuple[bytes, ...] = ()
+    """xxh3-128 of each chunk; none before it is sealed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A version that is being published, or is sealed: nobody may commit one that is not sealed."""
+
+    version: PolicyVersion
+    layout: Layout
+    parts: tuple[Part, ...]
     sealed: bool
     run_id: str = ""
     sealed_s: float = 0.0
-    """When it was sealed: seconds since the epoch on the clock of `host`."""
+    """When it was sealed: seconds since the epoch on the clock of the first part's host."""
 
 
 def aligned(nbytes: int) -> int:
@@ -110,17 +137,16 @@ def encode(manifest: Manifest) -> bytes:
     if reason := manifest_fault(manifest):
         raise WeightError(f"manifest of version {manifest.version} is not valid: {reason}")
     tensors = [[t.name, t.dtype, list(t.shape), t.offset, t.nbytes] for t in manifest.layout.tensors]
+    parts = [[part.host, part.segment, b"".join(part.digests)] for part in manifest.parts]
     body: bytes = msgpack.packb(
         [
             manifest.run_id,
             list(manifest.version),
-            manifest.host,
-            manifest.segment,
             manifest.sealed,
             manifest.sealed_s,
             manifest.layout.nbytes,
             tensors,
-            [bytes.fromhex(digest) for digest in manifest.digests],
+            parts,
         ]
     )
     data: bytes = msgpack.packb([SCHEMA, xxhash.xxh3_128_digest(body), body])
@@ -147,16 +173,25 @@ def decode(data: bytes) -> Manifest:
 
 def manifest_fault(manifest: Manifest) -> str | None:
     """Why this manifest may not be used, or None."""
-    if len(manifest.digests) != len(manifest.layout.tensors):
-        return f"{len(manifest.digests)} digests for {len(manifest.layout.tensors)} tensors"
-    if any(len(digest) != 2 * DIGEST_BYTES for digest in manifest.digests):
-        return f"a digest is not {DIGEST_BYTES} bytes"
     if manifest.version.incarnation < 0 or manifest.version.step < 0:
         return f"version {manifest.version} is negative"
-    for text in (manifest.run_id, manifest.host, manifest.segment):
-        if len(text) > MAX_TEXT:
-            return f"a name is longer than {MAX_TEXT} characters"
-    return layout_fault(manifest.layout)
+    names = (manifest.run_id, *(name for part in manifest.parts for name in (part.host, part.segment)))
+    if any(len(name) > MAX_TEXT for name in names):
+        return f"a name is longer than {MAX_TEXT} characters"
+    return layout_fault(manifest.layout) or _parts_fault(manifest)
+
+
+def _parts_fault(manifest: Manifest) -> str | None:
+    layout = manifest.layout
+    if len(manifest.parts) != layout.parts:
+        return f"{len(manifest.parts)} parts, where its layout has {layout.parts}"
+    for number, part in enumerate(manifest.parts):
+        chunks = -(-layout.part_nbytes(number) // CHUNK_BYTES) if manifest.sealed else 0
+        if len(part.digests) != chunks:
+            return f"{len(part.digests)} digests for the {chunks} chunks of part {number}"
+        if any(len(digest) != DIGEST_BYTES for digest in part.digests):
+            return f"a digest is not {DIGEST_BYTES} bytes"
+    return None
 
 
 def layout_fault(layout: Layout) -> str | None:
@@ -165,6 +200,8 @@ def layout_fault(layout: Layout) -> str | None:
         return f"{len(layout.tensors)} tensors, not 1 to {MAX_TENSORS}"
     if not 0 <= layout.nbytes <= MAX_LAYOUT_BYTES:
         return f"{layout.nbytes} bytes, not 0 to {MAX_LAYOUT_BYTES}"
+    if not 0 < layout.parts <= MAX_PARTS:
+        return f"{layout.parts} parts, not 1 to {MAX_PARTS}"
     names: set[str] = set()
     end = 0
     for tensor in layout.tensors:
@@ -197,23 +234,30 @@ def _tensor_fault(tensor: TensorSpec, end: int) -> str | None:
 
 
 def _from_body(body: bytes) -> Manifest:
-    run_id, version, host, segment, sealed, sealed_s, nbytes, rows, digests = _typed(
-        _unpack(body), "manifest", str, list, str, str, bool, float, int, list, list
+    run_id, version, sealed, sealed_s, nbytes, rows, parts = _typed(
+        _unpack(body), "manifest", str, list, bool, float, int, list, list
     )
     incarnation, step = _typed(version, "version", int, int)
-    if len(rows) > MAX_TENSORS or len(digests) > MAX_TENSORS:
+    if len(rows) > MAX_TENSORS:
         raise WireError(f"manifest lists more than {MAX_TENSORS} tensors")
-    if not all(type(digest) is bytes for digest in digests):
-        raise WireError("manifest has a digest that is not bytes")
+    if len(parts) > MAX_PARTS:
+        raise WireError(f"manifest lists more than {MAX_PARTS} parts")
     return Manifest(
         version=PolicyVersion(incarnation, step),
-        layout=Layout(tuple(_tensor(row) for row in rows), nbytes),
-        digests=tuple(digest.hex() for digest in digests),
-        host=host,
-        segment=segment,
+        layout=Layout(tuple(_tensor(row) for row in rows), nbytes, len(parts)),
+        parts=tuple(_part(row) for row in parts),
         sealed=sealed,
         run_id=run_id,
         sealed_s=sealed_s,
+    )
+
+
+def _part(row: Any) -> Part:
+    host, segment, digests = _typed(row, "part", str, str, bytes)
+    if len(digests) % DIGEST_BYTES:
+        raise WireError(f"manifest: the digests of a part are {len(digests)} bytes, not a multiple of {DIGEST_BYTES}")
+    return Part(
+        host, segment, tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
     )
 
 

@@ -1,21 +1,18 @@
-"""The transport seam: chunk ranges of a sealed version go into a given buffer.
+"""The transport seam: chunks of a version go into a given buffer.
 
 A version that cannot be had is a value with a reason, for it happens in every healthy run (the trainer freed it,
-or died); the receiver then takes a newer one.
+or died); whoever asked then takes a newer one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weightsync.arena import Bytes
+from headrace.version import PolicyVersion
 from weightsync.digests import Pace
 from weightsync.manifest import Manifest
-
-Range = tuple[int, int]
-"""Bytes `start` (included) to `end` (excluded) of the flat layout."""
+from weightsync.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +22,27 @@ class Unavailable:
     reason: str
 
 
+class Base(Protocol):
+    """An older version that is whole on this host, as what a delta is applied to."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    def read(self, part: int, chunk: int, views: list[memoryview]) -> None:
+        """Copy one chunk of it. Any thread."""
+        ...
+
+
 class Source(Protocol):
-    """The bytes of one version. Once opened they stay readable, whoever frees the version."""
+    """One part of one version. Once opened it stays readable on its own host, whoever frees the version."""
 
-    async def fetch(self, ranges: Sequence[Range], out: Bytes, pace: Pace) -> Unavailable | None:
-        """Copy these ranges to the same places of `out`, which is as long as the layout. None when all are there.
+    async def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
+        """Bring these chunks, or the first of them, into their places.
 
-        The bytes are not verified. After Unavailable, or when cancelled, `out` is undefined.
+        Answers the digest of each chunk that came, computed from the bytes that arrived; it is the caller who
+        compares them with the sealed manifest. Fewer than asked, but at least one: the version is still being
+        published, or came slowly. None came within about a second: an empty list, ask again. After Unavailable, or
+        when cancelled, the places of these chunks are undefined.
         """
         ...
 
@@ -44,6 +55,13 @@ class Transport(Protocol):
     @property
     def kind(self) -> str: ...
 
-    async def open(self, manifest: Manifest) -> Source | Unavailable:
-        """Raises WeightError when this transport can never reach the manifest's host."""
+    async def open(self, manifest: Manifest, part: int, base: Base | None = None) -> Source | Unavailable:
+        """`base` is offered for a delta; a transport may take the whole version instead.
+
+        Raises WeightError when this transport can never reach the part's host.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let connections and threads go. Idempotent."""
         ...
