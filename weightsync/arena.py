@@ -1,12 +1,17 @@
 """Same-host segments: one immutable file of shared memory per weight version.
 
 A writer creates a file, fills it through a mapping and lets the mapping go; from then on it is only read.
-Unlinking frees it: mappings that readers hold stay valid until they let go. The name alone says whose it is:
+Unlinking frees it: what readers have opened stays readable until they let go. Behind the data a segment says how far
+it is: how many chunks are ready, in order, and the digest of each, so that a reader need not wait for the last one.
 
-    headrace-<run id>-<version>-<pid>-<start>-<pid namespace>-<nonce>
+    data, padded to a page | magic, bytes of data, chunks ready, 1 when complete (4 x u64) | 16 bytes per chunk
 
-so that the leftovers of a dead owner are told from the segments of a living one without asking it. `start` is
-the process's start time in clock ticks since boot, so that a reused pid does not pass for the owner.
+The name alone says whose it is, so that the leftovers of a dead owner are told from the segments of a living one
+without asking it (`start` is the process's start time in clock ticks since boot, as a pid may be used again):
+
+    headrace-<run id>-<version>-<part>-<pid>-<start>-<pid namespace>-<nonce>
+
+A spare, whose name ends in `-spare`, is memory that its owner will fill next: it belongs to no version yet.
 multiprocessing.shared_memory is not used: its resource tracker unlinks segments that other processes still own.
 """
 
@@ -18,16 +23,15 @@ import os
 import re
 import secrets
 import stat
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
+from weightsync.manifest import CHUNK_BYTES, DIGEST_BYTES
 
 FOLDER_VARIABLE = "HEADRACE_SHM_DIR"
 """Where segments lie; unset it is /dev/shm."""
@@ -35,14 +39,15 @@ MAX_RUN_ID = 128
 ORPHAN_AGE_S = 600.0
 """A segment of another run is removed when its owner is dead and it is at least this old."""
 
-Bytes = npt.NDArray[np.uint8]
-
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 4 << 20
 
+_PAGE = 4096
+_PROGRESS = struct.Struct("<4Q")
+_MAGIC = 0x31474553_45434152
 _NAME = re.compile(
-    r"headrace-(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,127})-(?P<incarnation>\d{1,18})\.(?P<step>\d{1,18})"
-    r"-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-(?P<namespace>\d{1,20})-(?P<nonce>[0-9a-f]{8})"
+    r"headrace-(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
+    r"-(?P<incarnation>\d{1,18})\.(?P<step>\d{1,18})-(?P<part>\d{1,4})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-(?P<namespace>\d{1,20})-(?P<nonce>[0-9a-f]{8})(?P<spare>-spare)?"
 )
 
 
@@ -71,10 +76,13 @@ class SegmentName:
     version: PolicyVersion
     owner: Owner
     nonce: str
+    part: int = 0
+    spare: bool = False
 
     def __str__(self) -> str:
         owner = self.owner
-        return f"headrace-{self.run_id}-{self.version}-{owner.pid}-{owner.start}-{owner.namespace}-{self.nonce}"
+        whose = f"{owner.pid}-{owner.start}-{owner.namespace}-{self.nonce}"
+        return f"headrace-{self.run_id}-{self.version}-{self.part}-{whose}{'-spare' if self.spare else ''}"
 
     @classmethod
     def parse(cls, text: str) -> SegmentName | None:
@@ -84,30 +92,94 @@ class SegmentName:
             return None
         version = PolicyVersion(int(match["incarnation"]), int(match["step"]))
         owner = Owner(int(match["pid"]), int(match["start"]), int(match["namespace"]))
-        return cls(match["run"], version, owner, match["nonce"])
+        return cls(match["run"], version, owner, match["nonce"], int(match["part"]), bool(match["spare"]))
 
 
 class NewSegment:
-    """A segment that its owner fills. `data` is writable until `seal` or `discard`, and must have no view left then."""
+    """A segment that its owner fills. Views on `data` must be gone before `seal`."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, nbytes: int) -> None:
-        self.name = path.name
         self.nbytes = nbytes
         self._path = path
         self._mapping = mapping
+        self._chunks = 0
+
+    @property
+    def name(self) -> str:
+        return self._path.name
 
     @property
     def data(self) -> memoryview:
-        """The whole segment; views on it must be gone before `seal` or `discard`."""
+        """The whole of it, writable."""
         return memoryview(self._mapping)[: self.nbytes]
 
+    def begin(self, name: SegmentName) -> None:
+        """A spare becomes the segment of this name."""
+        path = self._path.with_name(str(name))
+        self._path.rename(path)
+        self._path = path
+
+    def grow(self, digests: Sequence[bytes]) -> None:
+        """The next chunks are ready to be read. By one thread at a time."""
+        at = _progress_at(self.nbytes)
+        place = at + _PROGRESS.size + DIGEST_BYTES * self._chunks
+        self._mapping[place : place + DIGEST_BYTES * len(digests)] = b"".join(digests)
+        self._chunks += len(digests)
+        _PROGRESS.pack_into(self._mapping, at, _MAGIC, self.nbytes, self._chunks, 0)
+
     def seal(self) -> None:
-        """Let the writable mapping go; the file stays."""
+        """It is complete: let the writable mapping go; the file stays."""
+        _PROGRESS.pack_into(self._mapping, _progress_at(self.nbytes), _MAGIC, self.nbytes, self._chunks, 1)
         self._mapping.close()
 
     def discard(self) -> None:
         """Remove the file. The memory goes back once no view on `data` is left."""
         self._path.unlink(missing_ok=True)
+
+
+class Segment:
+    """A segment that is read, perhaps while its owner fills it. Stays readable after it was freed. For any thread."""
+
+    def __init__(self, name: str, file: int, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self._file = file
+
+    def ready(self) -> int:
+        """How many chunks may be read."""
+        return self._progress()[0]
+
+    @property
+    def complete(self) -> bool:
+        return self._progress()[1]
+
+    def digests(self, first: int, end: int) -> list[bytes]:
+        """Of these chunks, as its owner computed them."""
+        place = _progress_at(self.nbytes) + _PROGRESS.size + DIGEST_BYTES * first
+        raw = os.pread(self._file, DIGEST_BYTES * (end - first), place)
+        return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
+
+    def read(self, start: int, views: Sequence[memoryview]) -> None:
+        """Copy the bytes from `start` on into the views, in order. Raises WeightError where there are not as many."""
+        wanted = sum(map(len, views))
+        got = os.preadv(self._file, views, start)
+        if got != wanted:
+            raise WeightError(f"weight segment {self.name} gave {got} bytes of {wanted}")
+
+    def fileno(self) -> int:
+        return self._file
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _progress(self) -> tuple[int, bool]:
+        raw = os.pread(self._file, _PROGRESS.size, _progress_at(self.nbytes))
+        magic, nbytes, chunks, complete = _PROGRESS.unpack(raw)
+        # Nothing is written there before the first chunk is ready.
+        return (chunks, bool(complete)) if (magic, nbytes) == (_MAGIC, self.nbytes) else (0, False)
 
 
 class Arena:
@@ -117,23 +189,30 @@ class Arena:
         """Raises WeightError when there is no folder for segments."""
         self.folder = folder if folder is not None else default_folder(os.environ)
 
-    def create(self, run_id: str, version: PolicyVersion, nbytes: int) -> NewSegment:
+    def name(self, run_id: str, version: PolicyVersion, part: int = 0, *, spare: bool = False) -> SegmentName:
+        """Of a segment that this process will make. Raises WeightError for a run id that cannot stand in one."""
+        name = SegmentName(run_id, version, Owner.this(), secrets.token_hex(4), part, spare)
+        if SegmentName.parse(str(name)) is None:
+            raise WeightError(
+                f"run id {run_id!r} cannot name a shared-memory segment; use letters, digits, dots and dashes"
+            )
+        return name
+
+    def create(
+        self, run_id: str, version: PolicyVersion, nbytes: int, part: int = 0, *, spare: bool = False
+    ) -> NewSegment:
         """A new segment of `nbytes`, all of it reserved, readable and writable by this user only.
 
         Raises WeightError when the memory is not there (instead of a SIGBUS at the first touch).
         """
-        name = str(SegmentName(run_id, version, Owner.this(), secrets.token_hex(4)))
-        if SegmentName.parse(name) is None:
-            raise WeightError(
-                f"run id {run_id!r} cannot name a shared-memory segment; use letters, digits, dots and dashes"
-            )
+        name = self.name(run_id, version, part, spare=spare)
         try:
-            return self._create(self.folder / name, nbytes)
+            return self._create(self.folder / str(name), nbytes)
         except OSError as error:
             raise WeightError(self._cannot_create(error, nbytes)) from error
 
-    def open(self, name: str, nbytes: int) -> Bytes | None:
-        """Map a segment for reading; None when it is gone. The mapping lives as long as the array and its views.
+    def open(self, name: str, nbytes: int) -> Segment | None:
+        """A segment to read from; None when it is gone.
 
         Raises WeightError for a name that is no segment's, or a file that is not one of `nbytes` bytes.
         """
@@ -145,25 +224,23 @@ class Arena:
             return None
         except OSError as error:
             raise WeightError(f"weight segment {self.folder / name} cannot be opened: {error.strerror}") from error
-        try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != max(nbytes, 1):
-                raise WeightError(f"weight segment {name} has {found.st_size} bytes, its manifest says {nbytes}")
-            mapping = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-        except OSError as error:
-            raise WeightError(f"weight segment {name} cannot be mapped: {error.strerror}") from error
-        finally:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != _size(nbytes):
             os.close(file)
-        return np.frombuffer(mapping, np.uint8, nbytes)
+            raise WeightError(f"weight segment {name} has {found.st_size} bytes, its manifest says {_size(nbytes)}")
+        return Segment(name, file, nbytes)
 
     def segments(self, run_id: str | None = None) -> list[SegmentName]:
-        """What lies here, of one run or of all, oldest version first. Raises WeightError when the folder is gone."""
+        """What lies here, of one run or of all, oldest version first; spares count as segments of no run.
+
+        Raises WeightError when the folder is gone.
+        """
         try:
             found = [SegmentName.parse(entry.name) for entry in self.folder.iterdir()]
         except OSError as error:
             raise WeightError(f"weight segments in {self.folder} cannot be listed: {error.strerror}") from error
         return sorted(
-            (name for name in found if name is not None and run_id in (None, name.run_id)),
+            (name for name in found if name and (run_id is None or (run_id == name.run_id and not name.spare))),
             key=lambda name: (name.run_id, name.version),
         )
 
@@ -187,9 +264,9 @@ class Arena:
         """
         removed = []
         for name in self.segments():
-            if name.owner.alive or name.run_id == spare:
+            if name.owner.alive or (name.run_id == spare and not name.spare):
                 continue
-            if name.run_id != run_id and self._age_s(name) < orphan_age_s:
+            if not name.spare and name.run_id != run_id and self._age_s(name) < orphan_age_s:
                 continue
             if self.remove(name):
                 removed.append(name)
@@ -202,7 +279,7 @@ class Arena:
             return 0.0
 
     def _create(self, path: Path, nbytes: int) -> NewSegment:
-        size = max(nbytes, 1)
+        size = _size(nbytes)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, size)
@@ -236,6 +313,16 @@ def default_folder(environ: Mapping[str, str]) -> Path:
     raise WeightError(
         f"{source} cannot be written; set {FOLDER_VARIABLE} to a folder that all services of this host share"
     )
+
+
+def _progress_at(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _size(nbytes: int) -> int:
+    """Of the file of a segment."""
+    chunks = -(-nbytes // CHUNK_BYTES)
+    return _progress_at(nbytes) + -(-(_PROGRESS.size + DIGEST_BYTES * chunks) // _PAGE) * _PAGE
 
 
 def _populate(mapping: mmap.mmap) -> None:

@@ -256,9 +256,7 @@ def _part(row: Any) -> Part:
     host, segment, digests = _typed(row, "part", str, str, bytes)
     if len(digests) % DIGEST_BYTES:
         raise WireError(f"manifest: the digests of a part are {len(digests)} bytes, not a multiple of {DIGEST_BYTES}")
-    return Part(
-        host, segment, tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
-    )
+    return Part(host, segment, tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)))
 
 
 def _tensor(row: Any) -> TensorSpec:

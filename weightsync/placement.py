@@ -100,8 +100,7 @@ def dtype_runs(layout: Layout, part: int, chunk: int) -> list[tuple[int, int, st
             marks.append((place, tensor.dtype))
     bounds = [*(at for at, _ in marks), end]
     return [
-        (first - start, last - start, dtype)
-        for (first, last), (_, dtype) in zip(pairwise(bounds), marks, strict=True)
+        (first - start, last - start, dtype) for (first, last), (_, dtype) in zip(pairwise(bounds), marks, strict=True)
     ]
 
 

@@ -1,14 +1,13 @@
-"""In one process, for tests: versions lie in a dict."""
+"""In one process, for tests: the parts of versions lie in a dict."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 
-from weightsync.arena import Bytes
-from weightsync.digests import Pace
+from weightsync.digests import Pace, digest_of
 from weightsync.manifest import Manifest
-from weightsync.transports.api import Range, Unavailable
-from weightsync.transports.shm import copy_ranges
+from weightsync.placement import Bytes, Placement
+from weightsync.transports.api import Base, Unavailable
 
 
 class MemoryTransport:
@@ -19,24 +18,34 @@ class MemoryTransport:
     def __init__(self, store: MutableMapping[str, Bytes]) -> None:
         self._store = store
 
-    async def open(self, manifest: Manifest) -> MemorySource | Unavailable:
-        data = self._store.get(manifest.segment)
+    async def open(self, manifest: Manifest, part: int, base: Base | None = None) -> MemorySource | Unavailable:
+        name, nbytes = manifest.parts[part].segment, manifest.layout.part_nbytes(part)
+        data = self._store.get(name)
         if data is None:
-            return Unavailable(f"segment {manifest.segment} is gone")
-        if data.nbytes != manifest.layout.nbytes:
-            return Unavailable(f"segment {manifest.segment} has {data.nbytes} bytes, not {manifest.layout.nbytes}")
+            return Unavailable(f"segment {name} is gone")
+        if data.nbytes != nbytes:
+            return Unavailable(f"segment {name} has {data.nbytes} bytes, not {nbytes}")
         return MemorySource(data)
+
+    async def close(self) -> None:
+        """There is nothing to let go."""
 
 
 class MemorySource:
     def __init__(self, data: Bytes) -> None:
-        self._data: Bytes | None = data
+        self._data = data.data
 
-    async def fetch(self, ranges: Sequence[Range], out: Bytes, pace: Pace) -> Unavailable | None:
+    async def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
         """On the event loop itself: what is tested with it is small."""
-        assert self._data is not None, "fetch after close"
-        copy_ranges(self._data, ranges, out, pace)
-        return None
+        digests = []
+        for chunk in chunks:
+            at = out.bounds[chunk][0]
+            views = out.views(chunk)
+            for view in views:
+                view[:] = self._data[at : at + len(view)]
+                at += len(view)
+            digests.append(digest_of(views))
+        return digests
 
     async def close(self) -> None:
-        self._data = None
+        self._data = memoryview(b"")

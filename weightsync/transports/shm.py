@@ -1,21 +1,24 @@
-"""Same host: the segment is mapped, and copied in blocks with rests between them."""
+"""Same host: chunks are read from the segment's file straight into their places, with rests between them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-
-import numpy as np
+import time
 
 from headrace.errors import WeightError
-from weightsync.arena import Arena, Bytes
-from weightsync.digests import BLOCK_BYTES, Pace
+from weightsync.arena import Arena, Segment
+from weightsync.digests import Pace, digest_of
 from weightsync.manifest import Manifest
-from weightsync.transports.api import Range, Unavailable
+from weightsync.placement import Placement
+from weightsync.transports.api import Base, Unavailable
+
+LOOK_S = 0.005
+"""Between two looks whether the next chunk of a version that is being published is ready."""
+WAIT_S = 1.0
 
 
 class ShmTransport:
-    """Opens segments of this host."""
+    """Opens segments of this host: the trainer's own, and what this host's weight service brought from another."""
 
     kind = "shm"
 
@@ -23,43 +26,48 @@ class ShmTransport:
         self._host = host
         self._arena = arena or Arena()
 
-    async def open(self, manifest: Manifest) -> ShmSource | Unavailable:
-        """Map the segment; one of the wrong size is unavailable. Raises WeightError for a version of another host."""
-        if manifest.host != self._host:
+    async def open(self, manifest: Manifest, part: int, base: Base | None = None) -> ShmSource | Unavailable:
+        """A segment of the wrong size is unavailable. Raises WeightError for a version of another host."""
+        theirs = manifest.parts[part]
+        if theirs.host != self._host:
             raise WeightError(
-                f"weight version {manifest.version} lies on host {manifest.host!r}, this is {self._host!r}: "
-                f"transport shm reaches only its own host; start this producer on {manifest.host!r}"
+                f"weight version {manifest.version} lies on host {theirs.host!r}, this is {self._host!r}: "
+                f"transport shm reaches only its own host; start this producer on {theirs.host!r}"
             )
         try:
-            data = self._arena.open(manifest.segment, manifest.layout.nbytes)
+            segment = self._arena.open(theirs.segment, manifest.layout.part_nbytes(part))
         except WeightError as error:
             return Unavailable(str(error))
-        return Unavailable(f"segment {manifest.segment} is gone") if data is None else ShmSource(data)
+        return Unavailable(f"segment {theirs.segment} is gone") if segment is None else ShmSource(segment)
+
+    async def close(self) -> None:
+        """There is nothing to let go."""
 
 
 class ShmSource:
-    """A mapped version; shared by no one else in this process."""
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
 
-    def __init__(self, data: Bytes) -> None:
-        self._data: Bytes | None = data
-
-    async def fetch(self, ranges: Sequence[Range], out: Bytes, pace: Pace) -> Unavailable | None:
-        assert self._data is not None, "fetch after close"
-        await asyncio.to_thread(copy_ranges, self._data, ranges, out, pace)
-        return None
+    async def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
+        try:
+            return await asyncio.to_thread(self._read, chunks, out, pace)
+        except WeightError as error:
+            return Unavailable(str(error))
 
     async def close(self) -> None:
-        """In a thread: unmapping the last mapping of a freed version gives all its pages back, which takes a while."""
-        if self._data is not None:
-            last_reference, self._data = [self._data], None
-            await asyncio.to_thread(last_reference.clear)
+        """In a thread: closing the last file of a freed version gives all its pages back, which takes a while."""
+        await asyncio.to_thread(self._segment.close)
 
-
-def copy_ranges(data: Bytes, ranges: Sequence[Range], out: Bytes, pace: Pace) -> None:
-    """Copy ranges of `data` to the same places of `out`, resting after each block. numpy releases the GIL in each."""
-    pace.start()
-    for start, end in ranges:
-        for at in range(start, end, BLOCK_BYTES):
-            stop = min(at + BLOCK_BYTES, end)
-            np.copyto(out[at:stop], data[at:stop])
+    def _read(self, chunks: range, out: Placement, pace: Pace) -> list[bytes]:
+        until = time.monotonic() + WAIT_S
+        while (ready := self._segment.ready()) <= chunks.start and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        digests = []
+        pace.start()
+        for chunk in range(chunks.start, min(ready, chunks.stop)):
+            views = out.views(chunk)
+            self._segment.read(out.bounds[chunk][0], views)
+            # While it is warm in the cache.
+            digests.append(digest_of(views))
             pace.rest()
+        return digests
