@@ -274,12 +274,34 @@ class TrainerPort(ServicePort, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Weight versions by how far they are."""
+
+    head: PolicyVersion | None = None
+    """The newest sealed one."""
+    coming: PolicyVersion | None = None
+    """The newest one that was begun; perhaps the head itself, or one that was given up."""
+
+
 class WeightsPort(ServicePort, Protocol):
     async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
         """Store the sealed manifest and move the head to it, if it is newer. Notifies `wait_head`."""
         ...
 
+    async def announce(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
+        """Store the manifest of a version that is being published, and tell `wait_versions` that it comes."""
+        ...
+
+    async def secret(self) -> bytes:
+        """The run's shared secret [32 bytes], made at the first call; another one in a Redis that lost it."""
+        ...
+
     async def head(self) -> PolicyVersion | None: ...
+
+    async def wait_versions(self, seen: Versions, block_ms: int) -> Versions:
+        """As soon as they are other ones than those that were seen, else the same after `block_ms`."""
+        ...
 
     async def wait_head(self, after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
         """The head as soon as it is newer than `after`, else what it is after `block_ms`."""
@@ -296,6 +318,16 @@ class WeightsPort(ServicePort, Protocol):
     async def leased(self) -> dict[PolicyVersion, list[str]]:
         """Versions with live leases and their holders."""
         ...
+
+    async def pin(self, version: PolicyVersion) -> None:
+        """Keep this version until it is let go. Raises Refused beyond `bounds.MAX_PINS`."""
+        ...
+
+    async def unpin(self, version: PolicyVersion) -> bool:
+        """False when it was not pinned."""
+        ...
+
+    async def pinned(self) -> set[PolicyVersion]: ...
 
     async def forget(self, version: PolicyVersion) -> None:
         """Drop the manifest of a freed version."""

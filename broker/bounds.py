@@ -12,6 +12,7 @@ dead                  MAX_DEAD entries of at most MAX_DEAD_BYTES each
 orders, heads         about MAX_ORDERS and MAX_HEADS
 reigns                MAX_REIGNS
 manifests             MAX_MANIFESTS; usually those that the trainer's publisher keeps alive
+pins                  MAX_PINS
 leases                one per reader and version that it reads; those that have run out leave with the next
 peers, beat:<name>    MAX_PEERS, unless more are alive; a heartbeat's key lives for one lease
 deleted               one string, for KEEP_DELETED_MS; all else lives for KEEP_ENDED_MS after the run's end
@@ -45,3 +46,6 @@ SILENT_MS = 600_000
 """A service that fell silent is still shown this long."""
 MAX_REIGNS = 256
 """Incarnations whose steps are remembered."""
+MAX_PINS = 16
+"""Weight versions that people keep."""
+SECRET_BYTES = 32

@@ -39,7 +39,7 @@ class Pace:
         self.start()
 
 
-def digest_of(views: Sequence[Bytes | memoryview], pace: Pace | None = None) -> bytes:
+def digest_of(views: Sequence[memoryview], pace: Pace | None = None) -> bytes:
     """Digest of these bytes, one after the other. Releases the GIL while it hashes a block."""
     state = xxhash.xxh3_128()
     for view in views:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from broker.bounds import (
     MAX_ORDERS,
     MAX_REASONS,
     MAX_STEPS,
+    SECRET_BYTES,
 )
 from broker.leases import Taken
 from broker.messages import StepEntry, StepRecord, Task
@@ -85,6 +87,9 @@ class RunStore:
     beats: dict[str, int] = field(default_factory=dict)
     """Service to the end of its lease, in ms since the epoch."""
     head: PolicyVersion | None = None
+    coming: PolicyVersion | None = None
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
+    pins: set[PolicyVersion] = field(default_factory=set)
     reigns: dict[int, Reign] = field(default_factory=dict)
     manifests: dict[PolicyVersion, bytes] = field(default_factory=dict)
     leases: dict[tuple[PolicyVersion, str], int] = field(default_factory=dict)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from broker.api import Fence, Reign
-from broker.bounds import MAX_MANIFESTS, MAX_REIGNS
+from broker.api import Fence, Reign, Versions
+from broker.bounds import MAX_MANIFESTS, MAX_PINS, MAX_REIGNS
 from broker.memory.service import MemoryService
 from broker.memory.store import now_ms
+from broker.pins import too_many_pins
 from headrace.version import PolicyVersion
 
 
@@ -23,10 +24,26 @@ class MemoryWeights(MemoryService):
             del store.reigns[min(store.reigns)]
         if store.head is None or version > store.head:
             store.head = version
+            store.coming = max(version, store.coming or version)
             store.wake()
+
+    async def announce(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
+        store = self.fenced(fence)
+        store.manifests[version] = manifest
+        if store.coming is None or version > store.coming:
+            store.coming = version
+            store.wake()
+
+    async def secret(self) -> bytes:
+        return self.store.secret
 
     async def head(self) -> PolicyVersion | None:
         return self.store.head
+
+    async def wait_versions(self, seen: Versions, block_ms: int) -> Versions:
+        store = self.store
+        await store.wait(lambda: Versions(store.head, store.coming) != seen, block_ms)
+        return Versions(store.head, store.coming)
 
     async def wait_head(self, after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
         store = self.store
@@ -55,6 +72,19 @@ class MemoryWeights(MemoryService):
             else:
                 del store.leases[version, holder]
         return found
+
+    async def pin(self, version: PolicyVersion) -> None:
+        if len(self.store.pins | {version}) > MAX_PINS:
+            raise too_many_pins()
+        self.store.pins.add(version)
+
+    async def unpin(self, version: PolicyVersion) -> bool:
+        there = version in self.store.pins
+        self.store.pins.discard(version)
+        return there
+
+    async def pinned(self) -> set[PolicyVersion]:
+        return set(self.store.pins)
 
     async def forget(self, version: PolicyVersion) -> None:
         self.store.manifests.pop(version, None)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from broker.api import Fence, Reign
-from broker.bounds import MAX_HEADS, MAX_MANIFESTS, MAX_REIGNS
+import secrets
+import time
+from collections.abc import Sequence
+
+from broker.api import Fence, Reign, Versions
+from broker.bounds import MAX_HEADS, MAX_MANIFESTS, MAX_PINS, MAX_REIGNS, SECRET_BYTES
+from broker.pins import too_many_pins
 from broker.redis.link import text
 from broker.redis.service import RedisService, milliseconds
 from headrace.version import PolicyVersion
@@ -18,21 +23,38 @@ class RedisWeights(RedisService):
         bounds = MAX_HEADS, MAX_REIGNS, MAX_MANIFESTS
         await self._link.script("publish_head", version.incarnation, version.step, manifest, *bounds, fence=fence)
 
+    async def announce(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
+        await self._link.script("announce", str(version), manifest, MAX_HEADS, fence=fence)
+
+    async def secret(self) -> bytes:
+        made = await self._link.script("secret", secrets.token_bytes(SECRET_BYTES))
+        return bytes(made)
+
     async def head(self) -> PolicyVersion | None:
         return _version(await self._link.send("HGET", self._link.keys.of("state"), "head"))
 
-    async def wait_head(self, after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
+    async def wait_versions(self, seen: Versions, block_ms: int) -> Versions:
         stream = self._link.keys.of("heads")
-        # The place in the stream first, then the head: a notification between the two is not missed.
-        newest, raw = await self._link.pipeline(
-            ("XREVRANGE", stream, "+", "-", "COUNT", 1), ("HGET", self._link.keys.of("state"), "head")
-        )
-        head = _version(raw)
-        if block_ms < 1 or (head is not None and (after is None or head > after)):
-            return head
+        # The place in the stream first, then the versions: a notification between the two is not missed.
+        newest, found = await self._link.pipeline(("XREVRANGE", stream, "+", "-", "COUNT", 1), self._ask_versions())
+        versions = _versions(found)
+        if block_ms < 1 or versions != seen:
+            return versions
         place = text(newest[0][0]) if newest else "0"
         await self._link.send("XREAD", "COUNT", 1, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, place)
-        return await self.head()
+        return _versions(await self._link.send(*self._ask_versions()))
+
+    async def wait_head(self, after: PolicyVersion | None, block_ms: int) -> PolicyVersion | None:
+        end = time.monotonic() + block_ms / 1000
+        seen = Versions()
+        while True:
+            left_ms = max(0, round(1000 * (end - time.monotonic())))
+            seen = await self.wait_versions(seen, left_ms)
+            if left_ms == 0 or (seen.head is not None and (after is None or seen.head > after)):
+                return seen.head
+
+    def _ask_versions(self) -> tuple[str, ...]:
+        return "HMGET", self._link.keys.of("state"), "head", "coming"
 
     async def manifest(self, version: PolicyVersion) -> bytes | None:
         raw: bytes | None = await self._link.send("HGET", self._link.keys.of("manifests"), str(version))
@@ -51,8 +73,23 @@ class RedisWeights(RedisService):
             leases.setdefault(PolicyVersion.parse(version), []).append(holder)
         return {version: sorted(holders) for version, holders in leases.items()}
 
+    async def pin(self, version: PolicyVersion) -> None:
+        if not await self._link.script("pin", str(version), MAX_PINS):
+            raise too_many_pins()
+
+    async def unpin(self, version: PolicyVersion) -> bool:
+        return bool(await self._link.send("SREM", self._link.keys.of("pins"), str(version)))
+
+    async def pinned(self) -> set[PolicyVersion]:
+        return {PolicyVersion.parse(text(raw)) for raw in await self._link.send("SMEMBERS", self._link.keys.of("pins"))}
+
     async def forget(self, version: PolicyVersion) -> None:
         await self._link.send("HDEL", self._link.keys.of("manifests"), str(version))
+
+
+def _versions(raw: Sequence[bytes | None]) -> Versions:
+    head, coming = map(_version, raw)
+    return Versions(head, coming)
 
 
 def _version(raw: bytes | None) -> PolicyVersion | None:

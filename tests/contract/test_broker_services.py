@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from broker.api import Order, Peer, RunRecord, Runs
+from broker.api import Order, Peer, RunRecord, Runs, Versions
+from broker.bounds import MAX_PINS, SECRET_BYTES
 from broker.connect import Run, connect_run
 from headrace.errors import Refused
 from headrace.version import PolicyVersion
@@ -131,3 +132,42 @@ async def test_a_run_goes_on_with_an_amended_record(service: Services, any_runs:
     with pytest.raises(Refused, match="there is no run 'nowhere'"):
         await any_runs.amend(replace(record, run_id="nowhere"))
     assert "nowhere" not in await any_runs.ids()
+
+
+async def test_a_version_that_is_being_published_is_told_of(
+    service: Services, patient: Run, somebody_waits: Waits
+) -> None:
+    trainer, reader = service(), service()
+    fence = await trainer.take_fence(0)
+    assert await reader.wait_versions(Versions(), 0) == Versions()
+    waiting = asyncio.create_task(patient.wait_versions(Versions(), 60_000))
+    await wait_until(somebody_waits, "the reader waits")
+    await trainer.announce(fence, PolicyVersion(1, 3), b"open")
+    coming = Versions(None, PolicyVersion(1, 3))
+    assert await asyncio.wait_for(waiting, 20) == coming
+    assert await reader.manifest(PolicyVersion(1, 3)) == b"open"
+    assert await reader.head() is None
+    assert await reader.wait_head(None, 20) is None
+    waiting = asyncio.create_task(patient.wait_versions(coming, 60_000))
+    await wait_until(somebody_waits, "the reader waits")
+    await trainer.publish_head(fence, PolicyVersion(1, 3), b"sealed")
+    assert await asyncio.wait_for(waiting, 20) == Versions(PolicyVersion(1, 3), PolicyVersion(1, 3))
+    assert await reader.manifest(PolicyVersion(1, 3)) == b"sealed"
+
+
+async def test_all_services_of_a_run_have_one_secret(service: Services) -> None:
+    secret = await service().secret()
+    assert len(secret) == SECRET_BYTES
+    assert await service().secret() == secret
+
+
+async def test_pins_are_kept_until_they_are_let_go(service: Services) -> None:
+    port = service()
+    for step in range(MAX_PINS):
+        await port.pin(PolicyVersion(1, step))
+    await port.pin(PolicyVersion(1, 0))
+    with pytest.raises(Refused, match="pinned already"):
+        await port.pin(PolicyVersion(1, MAX_PINS))
+    assert await port.unpin(PolicyVersion(1, 0))
+    assert not await port.unpin(PolicyVersion(1, 0))
+    assert await port.pinned() == {PolicyVersion(1, step) for step in range(1, MAX_PINS)}

@@ -1,4 +1,4 @@
--- KEYS record state tasks groups steps dead orders heads peers open published sheet settled manifests leases reigns again
+-- KEYS record state tasks groups steps dead orders heads peers open published sheet settled manifests leases reigns again pins
 -- FENCED
 -- ALWAYS
 -- ARGV: then status, reason, ms that an ended run is kept, most orders kept

@@ -40,6 +40,6 @@ if head then
     return 0
   end
 end
-redis.call('HSET', state, 'head', version)
+redis.call('HSET', state, 'head', version, 'coming', version)
 redis.call('XADD', heads, 'MAXLEN', '~', ARGV[6], '*', 'version', version)
 return 1

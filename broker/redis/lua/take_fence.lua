@@ -1,4 +1,4 @@
--- KEYS record state tasks groups steps dead orders heads peers open published sheet settled manifests leases reigns again
+-- KEYS record state tasks groups steps dead orders heads peers open published sheet settled manifests leases reigns again pins
 -- ALWAYS
 -- ARGV: nonce, incarnation of the newest checkpoint. A repeated call with the same nonce changes nothing.
 local held = redis.call('HMGET', state, 'incarnation', 'nonce')
