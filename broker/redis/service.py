@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
-from broker.api import Order, Peer, RunRecord, RunState, RunStatus
+from broker.api import Fence, Order, Peer, RunRecord, RunState, RunStatus
 from broker.bounds import MAX_ORDERS, MAX_PEERS, SILENT_MS
 from broker.leases import counted
 from broker.redis.link import Fields, Link, stream_entries, text
@@ -22,6 +22,8 @@ class RedisService:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._lease_s = DEFAULT_LEASE_S
+        self._fence: Fence | None = None
+        """Of a trainer, whose heartbeats are refused once its name is its successor's."""
         self._orders_from: str | None = None
         """Where a reader that asks for "$" goes on, so that nothing falls between two calls."""
 
@@ -45,7 +47,8 @@ class RedisService:
         self._lease_s = lease_s
         key = self._link.keys.beats + peer.name
         said = milliseconds(lease_s), encode_peer(peer), int(peer.role == "producer")
-        await self._link.script("heartbeat", peer.name, key, *said, MAX_PEERS, SILENT_MS)
+        right = () if self._fence is None else (self._fence.incarnation, self._fence.nonce)
+        await self._link.script("heartbeat", peer.name, key, *said, MAX_PEERS, SILENT_MS, *right)
 
     async def retire(self, name: str) -> None:
         await self._link.script("retire", name, self._link.keys.beats + name)

@@ -26,7 +26,7 @@ class RedisTrainer(RedisTaking):
     async def take_fence(self, newest_checkpoint: int) -> Fence:
         nonce = secrets.token_hex(16)
         incarnation = await self._link.script("take_fence", nonce, newest_checkpoint)
-        fence = Fence(int(incarnation), nonce)
+        self._fence = fence = Fence(int(incarnation), nonce)
         self._held.clear()
         await self._mender.begin(fence)
         _, number, nbytes = await self._link.script("arrived", 1)

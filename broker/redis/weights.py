@@ -78,10 +78,10 @@ class RedisWeights(RedisService):
             raise too_many_pins()
 
     async def unpin(self, version: PolicyVersion) -> bool:
-        return bool(await self._link.send("SREM", self._link.keys.of("pins"), str(version)))
+        return bool(await self._link.send("HDEL", self._link.keys.of("pins"), str(version)))
 
     async def pinned(self) -> set[PolicyVersion]:
-        return {PolicyVersion.parse(text(raw)) for raw in await self._link.send("SMEMBERS", self._link.keys.of("pins"))}
+        return {PolicyVersion.parse(text(raw)) for raw in await self._link.send("HKEYS", self._link.keys.of("pins"))}
 
     async def forget(self, version: PolicyVersion) -> None:
         await self._link.send("HDEL", self._link.keys.of("manifests"), str(version))

@@ -1,5 +1,7 @@
 -- KEYS record state
 -- ALWAYS
 -- ARGV: what it is if there is none. Answers the run's secret.
-redis.call('HSETNX', state, 'secret', ARGV[1])
+if redis.call('HEXISTS', state, 'secret') == 0 then
+  redis.call('HSET', state, 'secret', ARGV[1])
+end
 return redis.call('HGET', state, 'secret')
