@@ -256,7 +256,7 @@ def _part(row: Any) -> Part:
     host, segment, digests = _typed(row, "part", str, str, bytes)
     if len(digests) % DIGEST_BYTES:
         raise WireError(f"manifest: the digests of a part are {len(digests)} bytes, not a multiple of {DIGEST_BYTES}")
-    return Part(host, segment, tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)))
+    return Part(host, segment, cut(digests))
 
 
 def _tensor(row: Any) -> TensorSpec:
@@ -266,6 +266,11 @@ def _tensor(row: Any) -> TensorSpec:
             f"manifest: the shape of tensor {name[:MAX_TEXT]!r} is not a list of at most {MAX_DIMS} numbers"
         )
     return TensorSpec(name, dtype, tuple(shape), offset, nbytes)
+
+
+def cut(digests: bytes) -> tuple[bytes, ...]:
+    """One digest after the other, as single ones."""
+    return tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
 
 
 def _unpack(data: bytes) -> Any:

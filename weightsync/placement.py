@@ -91,7 +91,7 @@ def dtype_runs(layout: Layout, part: int, chunk: int) -> list[tuple[int, int, st
     """
     start, end = chunk_bounds(layout.part_nbytes(part))[chunk]
     marks: list[tuple[int, str]] = []
-    for place, tensor in _places(layout, part):
+    for place, tensor in places(layout, part):
         if place >= end:
             break
         if place <= start:
@@ -107,13 +107,13 @@ def dtype_runs(layout: Layout, part: int, chunk: int) -> list[tuple[int, int, st
 def tensors_in(layout: Layout, part: int, chunk: int) -> list[TensorSpec]:
     """Tensors that have bytes in this chunk."""
     start, end = chunk_bounds(layout.part_nbytes(part))[chunk]
-    places = _places(layout, part)
-    ends = [place for place, _ in places[1:]] + [end]
-    return [tensor for (place, tensor), last in zip(places, ends, strict=True) if place < end and last > start]
+    begun = places(layout, part)
+    ends = [*(place for place, _ in begun[1:]), end]
+    return [tensor for (place, tensor), last in zip(begun, ends, strict=True) if place < end and last > start]
 
 
 @lru_cache(maxsize=64)
-def _places(layout: Layout, part: int) -> tuple[tuple[int, TensorSpec], ...]:
+def places(layout: Layout, part: int) -> tuple[tuple[int, TensorSpec], ...]:
     """Where each tensor of a part begins in it."""
     if layout.parts == 1:
         return tuple((tensor.offset, tensor) for tensor in layout.tensors)

@@ -1,36 +1,48 @@
 """The publisher: runs in the trainer and makes each policy version an immutable segment of this host.
 
-Wait graph. `publish` is the only coroutine that works; the trainer awaits it. It waits for its own casting thread
-(bounded by the model's size) and for the broker (bounded by the broker's own time limit), never for a reader:
-readers hold leases and mappings, and when those leave no room the version is skipped and counted.
+Wait graph.
+
+    who             waits for                                      woken by
+    publish         the version before, until it is sealed         sealing, bounded by the model's size and the broker
+    publish         the copy of the tensors, in a thread           the thread
+    digest thread   the next chunk that is copied whole            the copying thread
+    sealing         the digest thread, then the broker             both
+    readying        memory for the next version, in a thread       the thread
+
+Nobody waits for a reader: readers hold leases and files, and when those leave no room the version is skipped and
+counted. `publish` returns when the tensors may change again; the version is digested, sealed and made the head behind
+its back. What went wrong there is raised by the next call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+import msgpack
 
 from broker.api import Fence, WeightsPort
-from headrace.errors import Fenced, WeightError
+from headrace.errors import BrokerError, Fenced, WeightError
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, NewSegment, SegmentName
-from weightsync.digests import digest_of
-from weightsync.manifest import Layout, Manifest, TensorSpec, encode
+from weightsync.filling import Filling, shape_of
+from weightsync.manifest import Layout, Manifest, Part, cut, encode
 from weightsync.retention import Held, freeable
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+Digests = asyncio.Future[tuple[bytes, ...] | None]
+"""Of each chunk; None for a part that was given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +55,30 @@ class PublisherStats:
     freed: int = 0
     nbytes: int = 0
     """Bytes written into segments."""
-    cast_s: float = 0.0
-    """Seconds of casting and digesting, in the thread."""
+    copy_s: float = 0.0
+    """Seconds of copying and casting."""
     publish_s: float = 0.0
-    """Seconds of `publish` calls that published, casting included: what the trainer waited."""
+    """Seconds of `publish` calls that published: what the trainer waited."""
+    seal_s: float = 0.0
+    """Seconds from the begin of a version to its being the head."""
+
+
+class Ranks(Protocol):
+    """The ranks of one trainer, each of which publishes its part of every version."""
+
+    @property
+    def rank(self) -> int: ...
+
+    async def gather(self, mine: bytes) -> list[bytes]:
+        """What each rank says at this point, in the order of ranks; all of them say something. A few kilobytes."""
+        ...
+
+
+class OneRank:
+    rank = 0
+
+    async def gather(self, mine: bytes) -> list[bytes]:
+        return [mine]
 
 
 class Publisher:
@@ -62,8 +94,10 @@ class Publisher:
         *,
         host: str | None = None,
         arena: Arena | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`max_live_versions` bounds the segments of this run on this host, the one being filled included.
+        """`max_live_versions` bounds the segments of each rank on this host, the one to be filled included; pinned
+        versions are not counted.
 
         Removes what dead trainers of other runs left on this host. Raises WeightError without a folder for segments.
         """
@@ -76,10 +110,17 @@ class Publisher:
         self._max_live = max_live_versions
         self._host = host or socket.gethostname()
         self._arena = arena or Arena()
+        self._ranks = ranks or OneRank()
+        self._part = self._ranks.rank
+        self._nbytes = layout.part_nbytes(self._part)
         self._stats = PublisherStats()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="publish")
         self._newest: Manifest | None = None
-        self._closing = threading.Event()
+        self._filling: Filling | None = None
+        self._sealing: asyncio.Task[None] | None = None
+        self._spare: NewSegment | None = None
+        self._closing = False
+        self._pins: set[PolicyVersion] = set()
         self._one = asyncio.Lock()
         self._arena.sweep(spare=run_id)
 
@@ -87,123 +128,179 @@ class Publisher:
         return self._stats
 
     async def publish(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Cast the tensors of the layout into a new segment, seal it, and move the head to it.
+        """Copy the tensors of the layout into a new segment; behind that, seal it and move the head to it.
 
-        `tensors` has exactly the layout's names, with its shapes, of any dtype and on any device; they may not
-        change until this returns. False when the version was skipped because no segment was free.
+        `tensors` has exactly the layout's names, with the shapes of this rank's rows (see `placement`), of any dtype
+        and on any device; they may not change until this returns. False when the version was skipped because a rank
+        had no free segment.
 
-        Raises WeightError for tensors that do not fit or when there is no memory, Fenced, BrokerUnavailable.
+        Raises WeightError for tensors that do not fit or when there is no memory, Fenced, BrokerUnavailable; also
+        what the sealing of the version before raised.
         """
         if fault := self._fault(version, tensors):
             raise WeightError(f"weight version {version} cannot be published: {fault}")
         async with self._one:
             start = time.perf_counter()
-            if len(await self._free()) >= self._max_live:
+            await self._settled()
+            room = await self._room()
+            if b"" in await self._ranks.gather(b"room" if room else b""):
                 self._stats = replace(self._stats, skipped=self._stats.skipped + 1)
                 log.info("weight version %s is skipped: all %d segments are in use", version, self._max_live)
                 return False
-            segment, manifest, cast_s = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._cast, version, dict(tensors)
-            )
-            await self._announce(segment, manifest)
-            await self._free()
+            segment, copy_s, digests, begun = await self._fill(version, dict(tensors))
+            self._sealing = asyncio.create_task(self._seal(segment, digests, begun, start), name=f"seal {version}")
             stats = self._stats
             self._stats = replace(
                 stats,
                 published=stats.published + 1,
-                nbytes=stats.nbytes + self._layout.nbytes,
-                cast_s=stats.cast_s + cast_s,
+                nbytes=stats.nbytes + self._nbytes,
+                copy_s=stats.copy_s + copy_s,
                 publish_s=stats.publish_s + time.perf_counter() - start,
             )
             return True
 
+    async def sealed(self) -> None:
+        """Wait until the newest version is the head. Raises what its sealing raised."""
+        async with self._one:
+            await self._settled()
+
     async def announce_again(self) -> None:
         """Say once more what the newest published version is: Redis may have lost it. Raises Fenced."""
         async with self._one:
+            await self._settled()
             if self._newest is not None:
                 await self._port.publish_head(self._fence, self._newest.version, encode(self._newest))
 
     async def close(self) -> None:
-        """Unlink all segments of this incarnation. Idempotent; readers keep what they have mapped."""
-        self._closing.set()
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-        for name in self._arena.segments(self._run_id):
-            if name.version.incarnation == self._fence.incarnation:
+        """Unlink all segments of this incarnation that are not pinned. Idempotent; readers keep what they opened."""
+        self._closing = True
+        if self._filling is not None:
+            self._filling.give_up()
+        if self._sealing is not None:
+            await asyncio.wait([self._sealing])
+        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+        self._drop_spare()
+        kept = await self._pinned()
+        for name in self._own():
+            if name.version.incarnation == self._fence.incarnation and name.version not in kept:
                 await asyncio.to_thread(self._arena.remove, name)
 
+    async def _fill(
+        self, version: PolicyVersion, tensors: dict[str, torch.Tensor]
+    ) -> tuple[NewSegment, float, Digests, Manifest]:
+        loop = asyncio.get_running_loop()
+        segment = await loop.run_in_executor(self._threads, self._begin, version)
+        self._filling = filling = Filling(segment, self._layout, self._part)
+        try:
+            rows = await self._ranks.gather(msgpack.packb([self._host, segment.name]))
+            parts = tuple(Part(*msgpack.unpackb(row)) for row in rows)
+            begun = Manifest(version, self._layout, parts, False, self._run_id)
+            if self._part == 0:
+                await self._port.announce(self._fence, version, encode(begun))
+            digests = loop.run_in_executor(self._threads, filling.digest)
+            copy_s = await loop.run_in_executor(self._threads, filling.copy, tensors)
+        except BaseException:
+            filling.give_up()
+            segment.discard()
+            raise
+        return segment, copy_s, digests, begun
+
+    async def _seal(self, segment: NewSegment, digesting: Digests, begun: Manifest, start: float) -> None:
+        """Behind the trainer's back: the version becomes the head, what nobody needs any more goes, memory for the
+        next one comes."""
+        digests = await digesting
+        if digests is None:
+            segment.discard()
+            return
+        segment.seal()
+        rows = await self._ranks.gather(b"".join(digests))
+        parts = tuple(replace(part, digests=cut(row)) for part, row in zip(begun.parts, rows, strict=True))
+        manifest = replace(begun, parts=parts, sealed=True, sealed_s=time.time())
+        if self._part == 0:
+            try:
+                await self._port.publish_head(self._fence, manifest.version, encode(manifest))
+            except Fenced:
+                segment.discard()
+                raise
+        self._newest = manifest
+        self._stats = replace(self._stats, seal_s=self._stats.seal_s + time.perf_counter() - start)
+        await self._free()
+        if self._counted() < self._max_live and not self._closing:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._make_spare, manifest.version)
+
+    async def _settled(self) -> None:
+        sealing, self._sealing = self._sealing, None
+        if sealing is not None:
+            await sealing
+
     def _fault(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        if self._closing.is_set():
+        if self._closing:
             return "its publisher is closed"
         if version.incarnation != self._fence.incarnation:
             return f"this trainer is incarnation {self._fence.incarnation}"
         if unknown := tensors.keys() - {spec.name for spec in self._layout.tensors}:
             return f"tensor {min(unknown)!r} is not in the layout"
         for spec in self._layout.tensors:
-            tensor = tensors.get(spec.name)
+            tensor, shape = tensors.get(spec.name), shape_of(spec, self._part, self._layout.parts)
             if tensor is None:
                 return f"tensor {spec.name!r} is missing"
-            if tuple(tensor.shape) != spec.shape:
-                return f"tensor {spec.name!r} has shape {list(tensor.shape)}, the layout says {list(spec.shape)}"
+            if tuple(tensor.shape) != shape:
+                return f"tensor {spec.name!r} has shape {list(tensor.shape)}, the layout says {list(shape)}"
         return None
 
-    async def _free(self) -> list[SegmentName]:
-        """Free what nobody needs; returns the segments of this run that stay."""
-        names = self._arena.segments(self._run_id)
-        if not names:
-            return []
-        head, leased = await self._port.head(), await self._port.leased()
+    async def _room(self) -> bool:
+        if self._spare is None and self._counted() >= self._max_live:
+            await self._free()
+        return self._spare is not None or self._counted() < self._max_live
+
+    def _own(self) -> list[SegmentName]:
+        return [name for name in self._arena.segments(self._run_id) if name.part == self._part]
+
+    def _counted(self) -> int:
+        """Segments of this rank's that take room."""
+        return len([name for name in self._own() if name.version not in self._pins])
+
+    async def _pinned(self) -> set[PolicyVersion]:
+        """Of the last answer, where there is none now."""
+        with contextlib.suppress(BrokerError):
+            self._pins = await self._port.pinned()
+        return self._pins
+
+    async def _free(self) -> None:
+        """Free what nobody needs."""
+        names = self._own()
+        head, leased, pinned = await self._port.head(), await self._port.leased(), await self._pinned()
         held = [Held(str(name), name.version, name.owner.alive) for name in names]
-        going = {item.name for item in freeable(held, head, leased)}
+        going = {item.name for item in freeable(held, head, leased.keys() | pinned)}
         for name in names:
             if str(name) in going and await asyncio.to_thread(self._arena.remove, name):
                 await self._port.forget(name.version)
                 self._stats = replace(self._stats, freed=self._stats.freed + 1)
-        return [name for name in names if str(name) not in going]
 
-    def _cast(self, version: PolicyVersion, tensors: dict[str, torch.Tensor]) -> tuple[NewSegment, Manifest, float]:
-        """In the thread: one copy per tensor, digested while it is warm in the cache."""
-        start = time.perf_counter()
-        segment = self._create(version)
-        try:
-            data = np.frombuffer(segment.data, np.uint8)
-            digests = []
-            for spec in self._layout.tensors:
-                if self._closing.is_set():
-                    raise WeightError(f"weight version {version} is dropped: its publisher closes")
-                _copy(tensors[spec.name], spec, data)
-                digests.append(digest_of(data[spec.offset : spec.end]))
-            del data
-            segment.seal()
-            manifest = Manifest(
-                version, self._layout, tuple(digests), self._host, segment.name, True, self._run_id, time.time()
-            )
-        except BaseException:
-            segment.discard()
-            raise
-        return segment, manifest, time.perf_counter() - start
+    def _begin(self, version: PolicyVersion) -> NewSegment:
+        """In a thread: the memory of a new version."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return self._create(version, spare=False)
+        spare.begin(self._arena.name(self._run_id, version, self._part))
+        return spare
 
-    def _create(self, version: PolicyVersion) -> NewSegment:
+    def _make_spare(self, version: PolicyVersion) -> None:
+        """In a thread. Without memory for it, the next version has to make its own."""
         try:
-            return self._arena.create(self._run_id, version, self._layout.nbytes)
+            self._spare = self._create(version, spare=True)
+        except WeightError as error:
+            log.info("no memory is made ready for the next weight version: %s", error)
+
+    def _create(self, version: PolicyVersion, *, spare: bool) -> NewSegment:
+        try:
+            return self._arena.create(self._run_id, version, self._nbytes, self._part, spare=spare)
         except WeightError:
             if not self._arena.sweep(orphan_age_s=0.0):
                 raise
-            return self._arena.create(self._run_id, version, self._layout.nbytes)
+            return self._arena.create(self._run_id, version, self._nbytes, self._part, spare=spare)
 
-    async def _announce(self, segment: NewSegment, manifest: Manifest) -> None:
-        try:
-            await self._port.publish_head(self._fence, manifest.version, encode(manifest))
-        except Fenced:
-            segment.discard()
-            raise
-        self._newest = manifest
-
-
-def _copy(tensor: torch.Tensor, spec: TensorSpec, data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-    """Cast one tensor to its wire dtype, straight into its place."""
-    import torch
-
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[spec.dtype]
-    place = torch.from_numpy(data[spec.offset : spec.end]).view(dtype).view(spec.shape)
-    with torch.no_grad():
-        place.copy_(tensor.detach())
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.discard()
+            self._spare = None
