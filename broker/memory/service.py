@@ -18,6 +18,8 @@ class MemoryService:
         self._run_id = run_id
         self._store = store
         self._lease_s = 10.0
+        self._fence: Fence | None = None
+        """Of a trainer, whose heartbeats are refused once its name is its successor's."""
         self._orders_from: str | None = None
 
     async def record(self) -> RunRecord:
@@ -30,6 +32,8 @@ class MemoryService:
         return now_ms()
 
     async def heartbeat(self, peer: Peer, lease_s: float) -> None:
+        if self._fence is not None:
+            self.fenced(self._fence)
         self._lease_s = lease_s
         self.store.peers[peer.name] = now_ms(), peer
         self._beat(peer.name)

@@ -22,7 +22,8 @@ class MemoryTrainer(MemoryService):
         incarnation = max(store.state.incarnation, newest_checkpoint) + 1
         store.nonce = secrets.token_hex(16)
         store.state = replace(store.state, incarnation=incarnation, status="running", reason="")
-        return Fence(incarnation, store.nonce)
+        self._fence = Fence(incarnation, store.nonce)
+        return self._fence
 
     async def admit(self, fence: Fence, tasks: list[Task], cursor: int | None = None) -> None:
         store = self.fenced(fence)

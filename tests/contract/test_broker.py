@@ -283,6 +283,7 @@ async def test_an_older_trainer_is_fenced_in_everything(service: Services) -> No
         old.append_step(stale, StepRecord(PolicyVersion(1, 1), ())),
         old.settle(stale, [StepEntry("1-1", "a", "trained")]),
         old.set_step(stale, 9),
+        old.heartbeat(Peer("trainer", "trainer", "host", 1, True, {}), LEASE_S),
         old.publish_head(stale, PolicyVersion(1, 1), b"manifest"),
         old.finish(stale, "finished", ""),
     ]

@@ -38,6 +38,7 @@ runpy.run_module("consumers", run_name="__main__")
 POINTS = {
     "in a step": ("consumers.trainer", "module.Trainer", "train", "args[2] == 3"),
     "before the line of a step": ("consumers.lines", "module.Lines", "write", "kwargs.get('step') == 3"),
+    "before a heartbeat": ("broker.redis.trainer", "module.RedisTrainer", "heartbeat", "True"),
     "before a checkpoint is in its place": ("consumers.placing", "module", "place", "args[1].name == '00000004'"),
     "before the model is in its place": ("consumers.placing", "module", "place", "args[1].name == 'model'"),
 }
