@@ -40,7 +40,7 @@ from deploy.roll_call import RollCall
 from deploy.scaling import JOIN_S, Scaling, surplus
 from deploy.screen import RunView, Screen
 from deploy.supervisor import Part, Supervisor, Verdict
-from headrace.errors import BrokerError, WeightError
+from headrace.errors import BrokerError, ServiceError, WeightError
 from headrace.files import write_json
 from headrace.service import Service
 from headrace.telemetry.journal import Journal
@@ -137,7 +137,8 @@ class Launcher:
             self._report("run", "changed", change)
         if plan.resume:
             # It has not ended yet, whatever an earlier end wrote.
-            plan.folder.summary_file.unlink(missing_ok=True)
+            for file in (plan.folder.summary_file, plan.folder.failure_file):
+                file.unlink(missing_ok=True)
         if plan.resume and plan.folder.run_id in await runs.ids():
             stored, config = await self._operator.record(), plan.config.model_dump(mode="json")
             if stored.config != config:
@@ -301,15 +302,19 @@ class Launcher:
         await self._operator.heartbeat(peer, LEASE_S)
 
     async def _judge(self, part: Part, code: int) -> Verdict:
-        """A service that left by itself was right to when its run is over, or about to be."""
+        """A service that left by itself was right to when its run is over, or about to be.
+
+        Raises ServiceError with the reason where its trainer has ended the run as failed.
+        """
         if code != 0 and part.role != "trainer":
             return "died"
         if code == 0 and self._service.stopping.is_set():
             return "over"
-        status = (await self._operator.state()).status
-        if code == 0:
-            return "over" if status in ("finished", "stopping") else "died"
-        return "failed" if status == "failed" else "died"
+        state = await self._operator.state()
+        if state.status == "failed" and part.role == "trainer":
+            self._report(part.name, "ended", "it has ended the run as failed")
+            raise ServiceError(state.reason or "the trainer has ended the run without a reason")
+        return "over" if code == 0 and state.status != "running" else "died"
 
     def _report(self, part: str, event: str, text: str) -> None:
         self._journal.write(event, part=part, text=text)
@@ -342,7 +347,7 @@ class Launcher:
 
     async def _note_failure(self, errors: BaseExceptionGroup[BaseException]) -> None:
         """Tell the broker; when it is what broke, the run's reason stays the first one."""
-        self.outcome.reason = str(errors.exceptions[0]).splitlines()[0]
+        self.outcome.reason = str(errors.exceptions[0]).splitlines()[0].rstrip(":")
         self._operator.hasten()
         try:
             await self._operator.set_status("failed", self.outcome.reason)

@@ -54,6 +54,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def failure_file(self) -> Path:
+        """Why its last start failed; not there where it did not."""
+        return self.path / "failure.json"
+
+    @property
     def redis_folder(self) -> Path:
         return self.path / "redis"
 

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from broker.api import Runs
+from deploy.printable import printable
 from deploy.progress import newest_step
 from deploy.run_folder import RunFolder, local_runs
 from headrace.errors import ConfigError, ServiceError
@@ -20,9 +22,11 @@ from weightsync.arena import Arena
 class RunRow:
     run_id: str
     state: str
-    """"running" (here), "finished", "stopped"; "in the broker" for one that has no folder here."""
+    """"running" (here), "finished", "failed", "stopped"; "in the broker" for one that has no folder here."""
     step: int | None
     folder: str
+    reason: str = ""
+    """Why it failed."""
 
 
 async def rows(folder: Path, broker: Runs | None) -> list[RunRow]:
@@ -34,8 +38,15 @@ async def rows(folder: Path, broker: Runs | None) -> list[RunRow]:
 
 
 def _row(run: RunFolder) -> RunRow:
-    ended = "finished" if run.summary_file.exists() else "stopped"
-    return RunRow(run.run_id, "running" if run.live else ended, newest_step(run.steps_file), str(run.path))
+    failure = run.read_json(run.failure_file)
+    if run.live:
+        state = "running"
+    elif run.summary_file.exists():
+        state = "finished"
+    else:
+        state = "stopped" if failure is None else "failed"
+    reason = str((failure or {}).get("reason", "")) if state == "failed" else ""
+    return RunRow(run.run_id, state, newest_step(run.steps_file), str(run.path), reason)
 
 
 async def delete(run_id: str, folder: Path, broker: Runs | None) -> str:
@@ -65,8 +76,9 @@ def to_json(found: list[RunRow]) -> str:
 
 def table(found: list[RunRow]) -> Table:
     shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("run", "state", "step", "folder"):
+    for column in ("run", "state", "step", "folder", "reason"):
         shown.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
     for row in found:
-        shown.add_row(row.run_id, row.state, "" if row.step is None else str(row.step), row.folder)
+        step = "" if row.step is None else str(row.step)
+        shown.add_row(row.run_id, row.state, step, row.folder, Text(printable(row.reason)))
     return shown

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 Report = Callable[[str, str, str], None]
 """Told of every event: (part, event, text)."""
 
-Verdict = Literal["over", "failed", "died"]
-"""An end of a part: its work is done, it has ended the run for good, or it is missing."""
+Verdict = Literal["over", "died"]
+"""An end of a part: its work is done, or it is missing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class Supervisor:
     """All parts of one launcher."""
 
     def __init__(self, report: Report, judge: Callable[[Part, int], Awaitable[Verdict]], outage: Outage) -> None:
-        """`judge` says what it means that a part exited with a code on its own."""
+        """`judge` says what it means that a part exited with a code on its own; it raises why that ends the run."""
         self._report = report
         self._judge = judge
         self._outage = outage
@@ -178,7 +178,7 @@ class Supervisor:
         away = self._outage.was_since(child.started)
         part.deaths.append(Death(code, time.monotonic() - child.started, part.joined, away))
         self._report(part.name, "died", f"process {child.pid} {describe_exit(code)}; its log: {child.log}")
-        decision = GiveUp("it ended the run") if verdict == "failed" else decide(part.deaths, part.limits)
+        decision = decide(part.deaths, part.limits)
         if isinstance(decision, GiveUp):
             own = own_sentence(part, child)
             kind = KINDS.get(code, ServiceError) if own else ServiceError

@@ -19,7 +19,11 @@ from deploy.redis_server import RedisServer
 from deploy.report import print_report
 from deploy.run_folder import Connection
 from deploy.screen import Screen
+from headrace.errors import ServiceError
+from headrace.files import write_json
 from headrace.service import Service, main
+
+log = logging.getLogger(__name__)
 
 LONGEST_STOP_S = 3600.0
 """The launcher bounds each part's stop itself; this is only the backstop over all of them."""
@@ -90,3 +94,8 @@ def _conclude(plan: Plan, launcher: Launcher, console: Console) -> None:
         console.print(f"everything of this run is in {plan.folder.path}")
     elif outcome.code in (0, 130):
         console.print(f"{outcome.reason}; `headrace up --resume --run {plan.folder.run_id}` goes on with it")
+    elif outcome.reason:
+        try:
+            write_json(plan.folder.failure_file, {"reason": outcome.reason})
+        except ServiceError as error:
+            log.warning("`headrace runs list` will not know that the run failed: %s", error)

@@ -69,9 +69,15 @@ async def work(service, port, record):
     if step and "--resume" not in standin.sys.argv:
         standin.sys.exit("there is a checkpoint; --resume is missing")
     fence = await port.take_fence(0)
+    async def weights():
+        return [peer for peer in await port.peers() if peer.name == "weights" and peer.alive]
     if (standin.FOLDER / "fail").exists():
+        while not await weights():
+            await service.sleep(0.05)
         await port.finish(fence, "failed", "it had to")
-        print((standin.FOLDER / "fail").read_text(), file=standin.sys.stderr)
+        while await weights():
+            await service.sleep(0.05)
+        print("trainer: it had to", file=standin.sys.stderr)
         standin.sys.exit(7)
     while step < record.config["run"]["steps"]:
         if service.stopping.is_set():
@@ -95,7 +101,12 @@ WEIGHTS = """
 import standin
 
 async def work(service, port, record):
-    await service.stopping.wait()
+    after = "0"
+    while not service.stopping.is_set():
+        for order in await port.orders(after, 200):
+            after = order.order_id
+            if order.kind == "end":
+                service.stop("the run has ended")
 
 standin.serve("weights", work)
 """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
 
 import psutil
-import pytest
 import redis
 
 from tests.servers import RedisProcess
@@ -138,13 +138,21 @@ def test_a_run_can_be_stopped_while_its_redis_is_away(
     assert project.processes() == []
 
 
-@pytest.mark.parametrize("said", ["trainer: no producer has played for 600 s", ""])
-def test_a_run_that_its_trainer_has_ended_as_failed_is_not_tried_again(said: str, project: Project) -> None:
-    (project.folder / "fail").write_text(said)
+def test_a_run_that_its_trainer_has_ended_as_failed_says_why_once_and_is_listed_so(project: Project) -> None:
+    (project.folder / "fail").touch()
     process = project.up()
-    _, err = process.communicate(timeout=100)
-    assert process.returncode == 7
-    assert err.startswith(f"headrace: trainer exited with 7{': ' + said if said else '; it ended the run'} (log: ")
-    assert project.happened("trainer", "died") == 1
-    assert project.happened("trainer", "replaced") == 0
+    out, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("headrace: it had to\n", 7)
+    assert "it had to" not in out
+    assert project.happened("weights", "ended") == project.happened("trainer", "ended") == 1
+    assert not any(project.happened(part, event) for part in SERVICES for event in ("died", "replaced"))
     assert project.processes() == []
+    (row,) = json.loads(project.headrace("runs", "list", "--json").stdout)
+    assert (row["state"], row["reason"]) == ("failed", "it had to")
+    assert "failed" in project.headrace("runs", "list").stdout
+    (project.folder / "fail").unlink()
+    again = project.up("--resume")
+    _, err = again.communicate(timeout=100)
+    assert (err, again.returncode) == ("", 0)
+    (row,) = json.loads(project.headrace("runs", "list", "--json").stdout)
+    assert (row["state"], row["reason"]) == ("finished", "")
