@@ -31,7 +31,7 @@ from pathlib import Path
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from weightsync.manifest import CHUNK_BYTES, DIGEST_BYTES
+from weightsync.manifest import DIGEST_BYTES, Layout
 
 FOLDER_VARIABLE = "HEADRACE_SHM_DIR"
 """Where segments lie; unset it is /dev/shm."""
@@ -199,22 +199,22 @@ class Arena:
         return name
 
     def create(
-        self, run_id: str, version: PolicyVersion, nbytes: int, part: int = 0, *, spare: bool = False
+        self, run_id: str, version: PolicyVersion, layout: Layout, part: int = 0, *, spare: bool = False
     ) -> NewSegment:
-        """A new segment of `nbytes`, all of it reserved, readable and writable by this user only.
+        """A new segment for one part, all of it reserved, readable and writable by this user only.
 
         Raises WeightError when the memory is not there (instead of a SIGBUS at the first touch).
         """
         name = self.name(run_id, version, part, spare=spare)
         try:
-            return self._create(self.folder / str(name), nbytes)
+            return self._create(self.folder / str(name), layout, part)
         except OSError as error:
-            raise WeightError(self._cannot_create(error, nbytes)) from error
+            raise WeightError(self._cannot_create(error, layout.part_nbytes(part))) from error
 
-    def open(self, name: str, nbytes: int) -> Segment | None:
+    def open(self, name: str, layout: Layout, part: int = 0) -> Segment | None:
         """A segment to read from; None when it is gone.
 
-        Raises WeightError for a name that is no segment's, or a file that is not one of `nbytes` bytes.
+        Raises WeightError for a name that is no segment's, or a file that is not of its size.
         """
         if SegmentName.parse(name) is None:
             raise WeightError(f"{name[:256]!r} is not the name of a weight segment")
@@ -225,10 +225,11 @@ class Arena:
         except OSError as error:
             raise WeightError(f"weight segment {self.folder / name} cannot be opened: {error.strerror}") from error
         found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != _size(nbytes):
+        size = _size(layout, part)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
             os.close(file)
-            raise WeightError(f"weight segment {name} has {found.st_size} bytes, its manifest says {_size(nbytes)}")
-        return Segment(name, file, nbytes)
+            raise WeightError(f"weight segment {name} has {found.st_size} bytes, its manifest says {size}")
+        return Segment(name, file, layout.part_nbytes(part))
 
     def segments(self, run_id: str | None = None) -> list[SegmentName]:
         """What lies here, of one run or of all, oldest version first; spares count as segments of no run.
@@ -278,14 +279,14 @@ class Arena:
         except FileNotFoundError:
             return 0.0
 
-    def _create(self, path: Path, nbytes: int) -> NewSegment:
-        size = _size(nbytes)
+    def _create(self, path: Path, layout: Layout, part: int) -> NewSegment:
+        size = _size(layout, part)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, size)
             mapping = mmap.mmap(file, size)
             _populate(mapping)
-            return NewSegment(path, mapping, nbytes)
+            return NewSegment(path, mapping, layout.part_nbytes(part))
         except OSError:
             path.unlink()
             raise
@@ -319,10 +320,10 @@ def _progress_at(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def _size(nbytes: int) -> int:
+def _size(layout: Layout, part: int) -> int:
     """Of the file of a segment."""
-    chunks = -(-nbytes // CHUNK_BYTES)
-    return _progress_at(nbytes) + -(-(_PROGRESS.size + DIGEST_BYTES * chunks) // _PAGE) * _PAGE
+    progress = _PROGRESS.size + DIGEST_BYTES * layout.chunks(part)
+    return _progress_at(layout.part_nbytes(part)) + -(-progress // _PAGE) * _PAGE
 
 
 def _populate(mapping: mmap.mmap) -> None:

@@ -53,7 +53,7 @@ class Filling:
         digests = []
         data = self._segment.data
         try:
-            for start, end in chunk_bounds(self._segment.nbytes):
+            for start, end in chunk_bounds(self._layout, self._part):
                 with self._moved:
                     while self._copied < end and not self._given_up:
                         self._moved.wait()

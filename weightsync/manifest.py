@@ -32,6 +32,7 @@ MAX_TEXT = 512
 """Longest name of a tensor, host, run or segment, in characters."""
 MAX_LAYOUT_BYTES = 1 << 40
 MAX_PARTS = 4096
+MAX_CHUNK_BYTES = 64 << 20
 DIGEST_BYTES = 16
 
 
@@ -60,9 +61,12 @@ class Layout:
     nbytes: int
     parts: int = 1
     """Ranks of the trainer, each of which publishes its rows of every tensor."""
+    chunk_bytes: int = CHUNK_BYTES
 
     @classmethod
-    def of(cls, shapes: list[tuple[str, str, tuple[int, ...]]], parts: int = 1) -> Layout:
+    def of(
+        cls, shapes: list[tuple[str, str, tuple[int, ...]]], parts: int = 1, chunk_bytes: int = CHUNK_BYTES
+    ) -> Layout:
         """Lay (name, dtype, shape) triples out in order, each aligned to `ALIGNMENT`.
 
         Raises WeightError for an unknown dtype, a repeated name or sizes beyond the bounds of this module.
@@ -74,7 +78,7 @@ class Layout:
             nbytes = size_of(dtype, shape)
             specs.append(TensorSpec(name, dtype, shape, offset, nbytes))
             offset += aligned(nbytes)
-        layout = cls(tuple(specs), offset, parts)
+        layout = cls(tuple(specs), offset, parts, chunk_bytes)
         if reason := layout_fault(layout):
             raise WeightError(f"this model cannot be laid out: {reason}")
         return layout
@@ -85,6 +89,10 @@ class Layout:
             return self.nbytes
         rows = (rows_of(tensor, part, self.parts) for tensor in self.tensors)
         return sum(aligned(row_bytes * (last - first)) for row_bytes, first, last in rows)
+
+    def chunks(self, part: int) -> int:
+        """How many chunks one part has."""
+        return -(-self.part_nbytes(part) // self.chunk_bytes)
 
 
 def rows_of(tensor: TensorSpec, part: int, parts: int) -> tuple[int, int, int]:
@@ -145,6 +153,7 @@ def encode(manifest: Manifest) -> bytes:
             manifest.sealed,
             manifest.sealed_s,
             manifest.layout.nbytes,
+            manifest.layout.chunk_bytes,
             tensors,
             parts,
         ]
@@ -186,7 +195,7 @@ def _parts_fault(manifest: Manifest) -> str | None:
     if len(manifest.parts) != layout.parts:
         return f"{len(manifest.parts)} parts, where its layout has {layout.parts}"
     for number, part in enumerate(manifest.parts):
-        chunks = -(-layout.part_nbytes(number) // CHUNK_BYTES) if manifest.sealed else 0
+        chunks = layout.chunks(number) if manifest.sealed else 0
         if len(part.digests) != chunks:
             return f"{len(part.digests)} digests for the {chunks} chunks of part {number}"
         if any(len(digest) != DIGEST_BYTES for digest in part.digests):
@@ -200,6 +209,8 @@ def layout_fault(layout: Layout) -> str | None:
         return f"{len(layout.tensors)} tensors, not 1 to {MAX_TENSORS}"
     if not 0 <= layout.nbytes <= MAX_LAYOUT_BYTES:
         return f"{layout.nbytes} bytes, not 0 to {MAX_LAYOUT_BYTES}"
+    if layout.chunk_bytes < ALIGNMENT or layout.chunk_bytes % ALIGNMENT or layout.chunk_bytes > MAX_CHUNK_BYTES:
+        return f"chunks of {layout.chunk_bytes} bytes, not a multiple of {ALIGNMENT} up to {MAX_CHUNK_BYTES}"
     if not 0 < layout.parts <= MAX_PARTS:
         return f"{layout.parts} parts, not 1 to {MAX_PARTS}"
     names: set[str] = set()
@@ -234,8 +245,8 @@ def _tensor_fault(tensor: TensorSpec, end: int) -> str | None:
 
 
 def _from_body(body: bytes) -> Manifest:
-    run_id, version, sealed, sealed_s, nbytes, rows, parts = _typed(
-        _unpack(body), "manifest", str, list, bool, float, int, list, list
+    run_id, version, sealed, sealed_s, nbytes, chunk_bytes, rows, parts = _typed(
+        _unpack(body), "manifest", str, list, bool, float, int, int, list, list
     )
     incarnation, step = _typed(version, "version", int, int)
     if len(rows) > MAX_TENSORS:
@@ -244,7 +255,7 @@ def _from_body(body: bytes) -> Manifest:
         raise WireError(f"manifest lists more than {MAX_PARTS} parts")
     return Manifest(
         version=PolicyVersion(incarnation, step),
-        layout=Layout(tuple(_tensor(row) for row in rows), nbytes, len(parts)),
+        layout=Layout(tuple(_tensor(row) for row in rows), nbytes, len(parts), chunk_bytes),
         parts=tuple(_part(row) for row in parts),
         sealed=sealed,
         run_id=run_id,

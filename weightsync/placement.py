@@ -2,7 +2,7 @@
 
 A part is what one rank of the trainer publishes, in a segment of its own. Of every tensor it holds the rows that
 `torch.chunk` gives that rank (as FSDP2 shards parameters), one after the other, each at a multiple of `ALIGNMENT`.
-Where there is one rank, its part is the flat layout itself. A chunk is `CHUNK_BYTES` of a part, the last one shorter:
+Where there is one rank, its part is the flat layout itself. A chunk is `chunk_bytes` of a part, the last one shorter:
 what is digested, sent, verified, relayed and encoded by itself.
 """
 
@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.manifest import ALIGNMENT, CHUNK_BYTES, Layout, TensorSpec, aligned, rows_of
+from weightsync.manifest import ALIGNMENT, Layout, TensorSpec, aligned, rows_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,16 +49,17 @@ def pieces(layout: Layout, part: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def chunk_bounds(nbytes: int) -> list[tuple[int, int]]:
+def chunk_bounds(layout: Layout, part: int) -> list[tuple[int, int]]:
     """Start and end of each chunk of a part."""
-    return [*pairwise((*range(0, nbytes, CHUNK_BYTES), nbytes))]
+    nbytes = layout.part_nbytes(part)
+    return [*pairwise((*range(0, nbytes, layout.chunk_bytes), nbytes))]
 
 
 class Placement:
     """A buffer [layout.nbytes] as the place of one part's chunks."""
 
     def __init__(self, layout: Layout, part: int, out: Bytes) -> None:
-        self.bounds = chunk_bounds(layout.part_nbytes(part))
+        self.bounds = chunk_bounds(layout, part)
         self._pieces = pieces(layout, part)
         self._out = out.data
         self._gap = memoryview(bytearray(ALIGNMENT))
@@ -89,7 +90,7 @@ def dtype_runs(layout: Layout, part: int, chunk: int) -> list[tuple[int, int, st
 
     Gaps between tensors belong to the run before them; they are zeros.
     """
-    start, end = chunk_bounds(layout.part_nbytes(part))[chunk]
+    start, end = chunk_bounds(layout, part)[chunk]
     marks: list[tuple[int, str]] = []
     for place, tensor in places(layout, part):
         if place >= end:
@@ -106,7 +107,7 @@ def dtype_runs(layout: Layout, part: int, chunk: int) -> list[tuple[int, int, st
 
 def tensors_in(layout: Layout, part: int, chunk: int) -> list[TensorSpec]:
     """Tensors that have bytes in this chunk."""
-    start, end = chunk_bounds(layout.part_nbytes(part))[chunk]
+    start, end = chunk_bounds(layout, part)[chunk]
     begun = places(layout, part)
     ends = [*(place for place, _ in begun[1:]), end]
     return [tensor for (place, tensor), last in zip(begun, ends, strict=True) if place < end and last > start]

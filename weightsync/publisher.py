@@ -294,11 +294,11 @@ class Publisher:
 
     def _create(self, version: PolicyVersion, *, spare: bool) -> NewSegment:
         try:
-            return self._arena.create(self._run_id, version, self._nbytes, self._part, spare=spare)
+            return self._arena.create(self._run_id, version, self._layout, self._part, spare=spare)
         except WeightError:
             if not self._arena.sweep(orphan_age_s=0.0):
                 raise
-            return self._arena.create(self._run_id, version, self._nbytes, self._part, spare=spare)
+            return self._arena.create(self._run_id, version, self._layout, self._part, spare=spare)
 
     def _drop_spare(self) -> None:
         if self._spare is not None:

@@ -1,12 +1,13 @@
 """The receiver: runs in the producer and brings its engine to the newest policy version while it decodes.
 
-Wait graph of `run`, the one loop: it waits for a head newer than the engine's version (woken by the trainer's
-publish; at most `block_ms`), for its transport's worker thread (bounded by the model's size and the pace), and for
-the engine's commit (woken by the decode loop at its next step boundary). Nobody waits for the receiver, except that
-a producer takes no task before `first_version` is set. `stopping` ends it within one block or one round.
+Wait graph of `run`, the one loop: it waits for a version newer than the engine's (woken by the trainer's announcement
+or its seal; at most `block_ms`), for its transport's worker thread (about a second where nothing comes), and for the
+engine's commit (woken by the decode loop at its next step boundary). Nobody waits for the receiver, except that a
+producer takes no task before `first_version` is set. `stopping` ends it within one block or one round.
 
-A version is committed only when it was sealed and every tensor in the back buffer has its digest. Versions that
-vanished, are damaged or cannot be read are counted and retried, against the newest head and ever more slowly.
+A version is staged as soon as it is announced, chunk by chunk as the trainer makes it, and committed only once it is
+sealed and each chunk in the back buffer has its digest. Versions that vanished, are damaged or cannot be read are
+counted and retried, against the newest one and ever more slowly.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from broker.api import WeightsPort
+from broker.api import Versions, WeightsPort
 from headrace.errors import WireError
 from headrace.version import PolicyVersion
-from weightsync.arena import Bytes
-from weightsync.digests import Pace, first_mismatch
+from weightsync.digests import Pace
 from weightsync.manifest import Layout, Manifest, decode
-from weightsync.staging import ROUND_BYTES, backoff_s, gives_way, rounds
-from weightsync.transports.api import Source, Transport, Unavailable
+from weightsync.placement import Bytes, Placement, tensors_in
+from weightsync.staging import ROUND_CHUNKS, backoff_s, gives_way
+from weightsync.transports.api import Transport, Unavailable
 from weightsync.transports.shm import ShmTransport
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,9 @@ class Commit:
     version: PolicyVersion
     nbytes: int
     fetch_s: float
+    """From the first chunk to the last, digests and rests included."""
     verify_s: float
+    """From then on until it was sealed and its digests were compared."""
     commit_s: float
     """How long decoding stood still, as the engine says."""
     latency_s: float
@@ -101,13 +104,13 @@ class Receiver:
         lease_s: float = 10.0,
         block_ms: int = 1000,
         share: float = 0.5,
-        round_bytes: int = ROUND_BYTES,
+        round_chunks: int = ROUND_CHUNKS,
         transport: Transport | None = None,
         on_commit: Callable[[Commit], None] | None = None,
         on_head: Callable[[PolicyVersion], None] | None = None,
     ) -> None:
         """`holder` names this producer in leases; `share` of the wall time is copied or hashed while staging;
-        after each `round_bytes` it looks for a newer head. `on_head` is told of each newer head, before it is staged.
+        after each `round_chunks` it looks for a newer head. `on_head` is told of each newer head, before it is staged.
 
         Raises WeightError when there is no folder for segments.
         """
@@ -118,11 +121,11 @@ class Receiver:
         self._lease_s = lease_s
         self._block_ms = block_ms
         self._pace = Pace(share)
-        self._round_bytes = round_bytes
+        self._round_chunks = round_chunks
         self._transport = transport or ShmTransport(host)
         self._on_commit = on_commit
         self._on_head = on_head
-        self._head: PolicyVersion | None = None
+        self._versions = Versions()
         self._stats = ReceiverStats()
         self._skips_in_a_row = 0
         self.first_version = asyncio.Event()
@@ -145,18 +148,32 @@ class Receiver:
         failures = 0
         while not stopping.is_set():
             block_ms = self._block_ms if failed is None else min(self._block_ms, int(backoff_s(failures) * 1000) + 1)
-            head = self._seen(await self._port.wait_head(failed or self._engine.version, block_ms))
-            failed = None
-            if head is None or not self._wants(head):
+            version = self._wanted(failed) or self._wanted(failed, await self._look(block_ms))
+            if version is None:
+                # After a failure the same version is tried again once its time has come.
+                failed = None
                 continue
-            outcome = await self._take(head, stopping)
+            outcome = await self._take(version, stopping)
             if outcome in (_Outcome.VANISHED, _Outcome.DAMAGED, _Outcome.REFUSED):
-                failed, failures = head, failures + 1
+                failed, failures = version, failures + 1
             else:
-                failures = 0
+                failed, failures = None, 0
 
-    def _wants(self, head: PolicyVersion) -> bool:
-        return self._engine.version is None or head > self._engine.version
+    def _wanted(self, failed: PolicyVersion | None, versions: Versions | None = None) -> PolicyVersion | None:
+        """The head, where it is newer than the engine's version; else what comes, which may never be sealed."""
+        seen, current = versions or self._versions, self._engine.version
+        for version in (seen.head, seen.coming):
+            if version is not None and version != failed and (current is None or version > current):
+                return version
+        return None
+
+    async def _look(self, block_ms: int = 0) -> Versions:
+        """What there is now, or after something changed; a newer head is told."""
+        before, self._versions = self._versions, await self._port.wait_versions(self._versions, block_ms)
+        head = self._versions.head
+        if head is not None and (before.head is None or head > before.head) and self._on_head is not None:
+            self._on_head(head)
+        return self._versions
 
     async def _take(self, version: PolicyVersion, stopping: asyncio.Event) -> _Outcome:
         """Bring one version into the engine, under a lease, and count how it went."""
@@ -173,14 +190,26 @@ class Receiver:
         manifest = await self._manifest(version)
         if isinstance(manifest, _Outcome):
             return manifest
-        source = await self._transport.open(manifest)
-        if isinstance(source, Unavailable):
-            log.info("weight version %s vanished: %s", version, source.reason)
-            return _Outcome.VANISHED
-        try:
-            return await self._stage(manifest, source, stopping)
-        finally:
-            await source.close()
+        start = time.perf_counter()
+        out = self._engine.back_buffer(manifest.layout)
+        staged: list[list[bytes]] = []
+        for part in range(manifest.layout.parts):
+            digests = await self._stage(manifest, part, out, stopping)
+            if isinstance(digests, _Outcome):
+                return digests
+            staged.append(digests)
+        fetched = time.perf_counter()
+        sealed = await self._sealed(manifest, stopping)
+        if isinstance(sealed, _Outcome):
+            return sealed
+        for part, digests in enumerate(staged):
+            if failed := await self._mend(sealed, part, digests, out):
+                return failed
+        verified = time.perf_counter()
+        commit_s = await self._engine.commit(version)
+        seconds = fetched - start, verified - fetched, commit_s, time.time() - sealed.sealed_s
+        self._book(Commit(version, manifest.layout.nbytes, *seconds))
+        return _Outcome.COMMITTED
 
     async def _manifest(self, version: PolicyVersion) -> Manifest | _Outcome:
         data = await self._port.manifest(version)
@@ -191,56 +220,93 @@ class Receiver:
         except WireError as error:
             log.warning("manifest of weight version %s is refused: %s", version, error)
             return _Outcome.REFUSED
-        if not manifest.sealed or manifest.version != version or manifest.run_id != self._run_id:
+        if manifest.version != version or manifest.run_id != self._run_id:
             log.warning(
-                "manifest under version %s of run %s is refused: it is version %s of run %r, %s",
-                version, self._run_id, manifest.version, manifest.run_id, "sealed" if manifest.sealed else "not sealed",
+                "manifest under version %s of run %s is refused: it is version %s of run %r",
+                version, self._run_id, manifest.version, manifest.run_id,
             )  # fmt: skip
             return _Outcome.REFUSED
         return manifest
 
-    async def _stage(self, manifest: Manifest, source: Source, stopping: asyncio.Event) -> _Outcome:
-        """Fetch, verify, commit."""
-        layout = manifest.layout
-        start = time.perf_counter()
-        out = self._engine.back_buffer(layout)
-        for first, last in rounds(layout.nbytes, self._round_bytes):
+    async def _stage(
+        self, manifest: Manifest, part: int, out: Bytes, stopping: asyncio.Event
+    ) -> list[bytes] | _Outcome:
+        """Bring one part into the back buffer; the digest of each chunk as it arrived."""
+        version, place = manifest.version, Placement(manifest.layout, part, out)
+        source = await self._transport.open(manifest, part)
+        if isinstance(source, Unavailable):
+            log.info("weight version %s vanished: %s", version, source.reason)
+            return _Outcome.VANISHED
+        digests: list[bytes] = []
+        try:
+            while (first := len(digests)) < len(place.bounds):
+                if stopping.is_set():
+                    return _Outcome.STOPPED
+                if first and await self._gives_way(manifest, first / len(place.bounds)):
+                    return _Outcome.SKIPPED
+                last = min(first + self._round_chunks, len(place.bounds))
+                came = await source.fetch(range(first, last), place, self._pace)
+                if isinstance(came, Unavailable):
+                    log.info("weight version %s vanished while it was staged: %s", version, came.reason)
+                    return _Outcome.VANISHED
+                if not came and (self._given_up(version, await self._look())):
+                    return _Outcome.VANISHED
+                digests += came
+        finally:
+            await source.close()
+        return digests
+
+    async def _sealed(self, manifest: Manifest, stopping: asyncio.Event) -> Manifest | _Outcome:
+        """The same version's manifest once it is sealed."""
+        while not manifest.sealed:
             if stopping.is_set():
                 return _Outcome.STOPPED
-            if first and await self._gives_way(manifest.version, first, layout.nbytes):
-                return _Outcome.SKIPPED
-            if gone := await source.fetch([(first, last)], out, self._pace):
-                log.info("weight version %s vanished while it was staged: %s", manifest.version, gone.reason)
+            versions = self._versions
+            if versions.head is None or versions.head < manifest.version:
+                versions = await self._look(self._block_ms)
+            if self._given_up(manifest.version, versions):
                 return _Outcome.VANISHED
-        fetched = time.perf_counter()
-        bad = await asyncio.to_thread(first_mismatch, layout, manifest.digests, out, self._pace)
-        verified = time.perf_counter()
-        if bad is not None:
-            log.warning("weight version %s is damaged: the digest of tensor %s differs", manifest.version, bad.name)
-            return _Outcome.DAMAGED
-        commit_s = await self._engine.commit(manifest.version)
-        self._book(
-            Commit(
-                version=manifest.version,
-                nbytes=layout.nbytes,
-                fetch_s=fetched - start,
-                verify_s=verified - fetched,
-                commit_s=commit_s,
-                latency_s=time.time() - manifest.sealed_s,
-            )
-        )
-        return _Outcome.COMMITTED
+            if versions.head is not None and versions.head >= manifest.version:
+                sealed = await self._manifest(manifest.version)
+                if isinstance(sealed, _Outcome):
+                    return sealed
+                if not sealed.sealed or not _same(manifest, sealed):
+                    log.warning("weight version %s was sealed as another one than it was begun", manifest.version)
+                    return _Outcome.REFUSED
+                manifest = sealed
+        return manifest
 
-    async def _gives_way(self, version: PolicyVersion, staged: int, nbytes: int) -> bool:
-        return gives_way(version, self._seen(await self._port.head()), staged, nbytes, self._skips_in_a_row)
+    async def _mend(self, manifest: Manifest, part: int, digests: list[bytes], out: Bytes) -> _Outcome | None:
+        """Fetch once more what does not have its digest. None when all is as it must be."""
+        place = Placement(manifest.layout, part, out)
+        right = manifest.parts[part].digests
+        for chunk in [chunk for chunk, pair in enumerate(zip(digests, right, strict=True)) if pair[0] != pair[1]]:
+            names = ", ".join(spec.name for spec in tensors_in(manifest.layout, part, chunk))
+            log.warning("weight version %s: chunk %d (%s) is damaged, fetched again", manifest.version, chunk, names)
+            source = await self._transport.open(manifest, part)
+            if isinstance(source, Unavailable):
+                return _Outcome.VANISHED
+            try:
+                came = await source.fetch(range(chunk, chunk + 1), place, self._pace)
+            finally:
+                await source.close()
+            if isinstance(came, Unavailable):
+                return _Outcome.VANISHED
+            if came != [right[chunk]]:
+                return _Outcome.DAMAGED
+        return None
 
-    def _seen(self, head: PolicyVersion | None) -> PolicyVersion | None:
-        """The head, told when it is a newer one."""
-        if head is not None and (self._head is None or head > self._head):
-            self._head = head
-            if self._on_head is not None:
-                self._on_head(head)
-        return head
+    async def _gives_way(self, manifest: Manifest, staged: float) -> bool:
+        """A version that is not sealed yet gives way to any newer one that is."""
+        versions = await self._look()
+        if not manifest.sealed and versions.head is not None and versions.head > manifest.version:
+            return self._skips_in_a_row == 0 or self._given_up(manifest.version, versions)
+        return gives_way(manifest.version, versions.head, staged, self._skips_in_a_row)
+
+    def _given_up(self, version: PolicyVersion, versions: Versions) -> bool:
+        """Whether a version that was begun will never be sealed: another trainer has begun one since."""
+        newer = versions.coming is not None and versions.coming > version
+        return newer and (versions.head is None or versions.head < version)
 
     @contextlib.asynccontextmanager
     async def _leased(self, version: PolicyVersion) -> AsyncIterator[None]:
@@ -289,3 +355,9 @@ class Receiver:
                 self._stats = replace(stats, damaged=stats.damaged + 1)
             case _Outcome.REFUSED:
                 self._stats = replace(stats, refused=stats.refused + 1)
+
+
+def _same(begun: Manifest, sealed: Manifest) -> bool:
+    """Whether both are of the same bytes."""
+    places = [(part.host, part.segment) for part in begun.parts]
+    return begun.layout == sealed.layout and places == [(part.host, part.segment) for part in sealed.parts]

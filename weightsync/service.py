@@ -30,7 +30,8 @@ from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, SegmentName
 from weightsync.books import Books, Check
-from weightsync.digests import Pace, first_mismatch
+from weightsync.checking import first_damage
+from weightsync.digests import Pace
 from weightsync.manifest import Manifest, decode
 from weightsync.retention import Held, freeable
 
@@ -202,7 +203,7 @@ class WeightService:
 
     async def _check(self, manifest: Manifest) -> None:
         version = manifest.version
-        self._books.open(version, manifest.host, manifest.layout.nbytes, manifest.sealed_s)
+        self._books.open(version, manifest.parts[0].host, manifest.layout.nbytes, manifest.sealed_s)
         start = time.perf_counter()
         with self._lane.during("verify"):
             check, reason = await asyncio.to_thread(self._verify, manifest)
@@ -214,7 +215,7 @@ class WeightService:
             "weights_check_seconds", seconds, buckets=CHECK_SECONDS, help="Seconds to verify a version"
         )
         self._write(
-            "sealed", version=str(version), host=manifest.host, nbytes=manifest.layout.nbytes, check=check,
+            "sealed", version=str(version), host=manifest.parts[0].host, nbytes=manifest.layout.nbytes, check=check,
             check_s=round(seconds, 4), seen_after_s=round(time.time() - manifest.sealed_s - seconds, 4), reason=reason,
         )  # fmt: skip
         if check == "damaged":
@@ -222,16 +223,25 @@ class WeightService:
 
     def _verify(self, manifest: Manifest) -> tuple[Check, str]:
         """Whether the segment on this host holds what the trainer digested. In a thread, which also unmaps it."""
-        if manifest.host != self._host:
-            return "elsewhere", ""
-        try:
-            data = self._arena.open(manifest.segment, manifest.layout.nbytes)
-        except WeightError as error:
-            return "damaged", str(error)
-        if data is None:
-            return "vanished", ""
-        bad = first_mismatch(manifest.layout, manifest.digests, data, self._pace)
-        return ("verified", "") if bad is None else ("damaged", f"the digest of tensor {bad.name} differs")
+        checks: list[Check] = []
+        for part, theirs in enumerate(manifest.parts):
+            if theirs.host != self._host:
+                checks.append("elsewhere")
+                continue
+            try:
+                segment = self._arena.open(theirs.segment, manifest.layout, part)
+            except WeightError as error:
+                return "damaged", str(error)
+            if segment is None:
+                return "vanished", ""
+            try:
+                damage = first_damage(segment, manifest, part, self._pace)
+            finally:
+                segment.close()
+            if damage:
+                return "damaged", damage
+            checks.append("verified")
+        return ("verified" if "verified" in checks else "elsewhere"), ""
 
     async def _beat_once(self) -> None:
         names = self._arena.segments(self._run_id)

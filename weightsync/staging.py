@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from headrace.version import PolicyVersion
-from weightsync.transports.api import Range
 
-ROUND_BYTES = 64 << 20
-"""Between two rounds of this many bytes the receiver looks whether a newer version is there."""
+ROUND_CHUNKS = 16
+"""Between two rounds of this many chunks the receiver looks whether a newer version is there."""
 NEARLY_DONE = 0.5
 """From this staged share on, a version is finished although a newer one is sealed."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 5.0
 
 
-def rounds(nbytes: int, round_bytes: int = ROUND_BYTES) -> Iterator[Range]:
-    """Consecutive ranges that cover `nbytes`."""
-    for start in range(0, nbytes, round_bytes):
-        yield start, min(start + round_bytes, nbytes)
-
-
-def gives_way(staging: PolicyVersion, newest: PolicyVersion | None, staged: int, nbytes: int, skips: int) -> bool:
-    """Whether to drop what is being staged for the newest version.
+def gives_way(staging: PolicyVersion, newest: PolicyVersion | None, staged: float, skips: int) -> bool:
+    """Whether to drop what is being staged, of which this share is there, for the newest version.
 
     At most one version in a row is dropped (`skips` counts them): a trainer that publishes faster than this host
     stages would otherwise keep the engine on its old version for ever.
     """
     if newest is None or newest <= staging or skips > 0:
         return False
-    return staged < NEARLY_DONE * nbytes
+    return staged < NEARLY_DONE
 
 
 def backoff_s(failures: int) -> float:

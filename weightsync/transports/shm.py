@@ -35,7 +35,7 @@ class ShmTransport:
                 f"transport shm reaches only its own host; start this producer on {theirs.host!r}"
             )
         try:
-            segment = self._arena.open(theirs.segment, manifest.layout.part_nbytes(part))
+            segment = self._arena.open(theirs.segment, manifest.layout, part)
         except WeightError as error:
             return Unavailable(str(error))
         return Unavailable(f"segment {theirs.segment} is gone") if segment is None else ShmSource(segment)
