@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from broker.api import Fence, Order, Peer, RunRecord, RunState
-from broker.bounds import SILENT_MS
+from broker.bounds import MAX_PEERS, SILENT_MS
 from broker.memory.store import RunStore, now_ms
 from headrace.errors import Fenced, Refused
 
@@ -35,7 +35,10 @@ class MemoryService:
         if self._fence is not None:
             self.fenced(self._fence)
         self._lease_s = lease_s
-        self.store.peers[peer.name] = now_ms(), peer
+        store, now = self.store, now_ms()
+        store.peers[peer.name] = now, peer
+        if len(store.peers) > MAX_PEERS:
+            store.peers = {name: said for name, said in store.peers.items() if now - said[0] <= SILENT_MS}
         self._beat(peer.name)
 
     async def retire(self, name: str) -> None:
@@ -91,7 +94,10 @@ class MemoryService:
         return store
 
     def _beat(self, name: str) -> None:
-        self.store.beats[name] = now_ms() + max(1, round(self._lease_s * 1000))
+        store, now = self.store, now_ms()
+        store.beats[name] = now + max(1, round(self._lease_s * 1000))
+        if len(store.beats) > MAX_PEERS:
+            store.beats = {other: end for other, end in store.beats.items() if end > now}
 
 
 def number(entry_id: str) -> int:

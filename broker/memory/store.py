@@ -111,7 +111,9 @@ class RunStore:
             changed = asyncio.Event()
             self._waiting.add(changed)
             try:
-                await asyncio.wait_for(changed.wait(), left)
+                # Not asyncio.wait_for, which loses a cancellation that comes together with the event (Python 3.11).
+                async with asyncio.timeout(left):
+                    await changed.wait()
             except TimeoutError:
                 return ready()
             finally:

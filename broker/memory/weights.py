@@ -15,9 +15,7 @@ class MemoryWeights(MemoryService):
 
     async def publish_head(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
         store = self.fenced(fence)
-        store.manifests[version] = manifest
-        if len(store.manifests) > MAX_MANIFESTS:
-            del store.manifests[min(store.manifests)]
+        self._keep(version, manifest)
         reign = store.reigns.get(version.incarnation, Reign(version.step, version.step))
         store.reigns[version.incarnation] = Reign(min(reign.first, version.step), max(reign.newest, version.step))
         if len(store.reigns) > MAX_REIGNS:
@@ -29,7 +27,7 @@ class MemoryWeights(MemoryService):
 
     async def announce(self, fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
         store = self.fenced(fence)
-        store.manifests[version] = manifest
+        self._keep(version, manifest)
         if store.coming is None or version > store.coming:
             store.coming = version
             store.wake()
@@ -58,7 +56,9 @@ class MemoryWeights(MemoryService):
         return self.store.manifests.get(version)
 
     async def lease(self, version: PolicyVersion, holder: str, lease_s: float) -> None:
-        self.store.leases[version, holder] = now_ms() + max(1, round(lease_s * 1000))
+        store, now = self.store, now_ms()
+        store.leases = {held: end for held, end in store.leases.items() if end > now}
+        store.leases[version, holder] = now + max(1, round(lease_s * 1000))
 
     async def release(self, version: PolicyVersion, holder: str) -> None:
         self.store.leases.pop((version, holder), None)
@@ -69,8 +69,6 @@ class MemoryWeights(MemoryService):
         for (version, holder), end in sorted(store.leases.items()):
             if end > now:
                 found.setdefault(version, []).append(holder)
-            else:
-                del store.leases[version, holder]
         return found
 
     async def pin(self, version: PolicyVersion) -> None:
@@ -88,3 +86,9 @@ class MemoryWeights(MemoryService):
 
     async def forget(self, version: PolicyVersion) -> None:
         self.store.manifests.pop(version, None)
+
+    def _keep(self, version: PolicyVersion, manifest: bytes) -> None:
+        manifests = self.store.manifests
+        manifests[version] = manifest
+        if len(manifests) > MAX_MANIFESTS:
+            del manifests[min(manifests)]
