@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,18 +13,22 @@ import torch
 from broker.api import Fence
 from broker.connect import Run
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, Bytes
+from weightsync.arena import Arena
 from weightsync.digests import Pace
 from weightsync.manifest import Layout, Manifest, decode
+from weightsync.placement import Bytes, Placement
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
-from weightsync.transports.api import Range, Source, Unavailable
+from weightsync.transports.api import Base, Source, Unavailable
 from weightsync.transports.shm import ShmTransport
 
 torch.set_num_threads(1)
 HOST = "this-host"
 LEASE_S = 0.6
-LAYOUT = Layout.of([("embed", "bfloat16", (32, 8)), ("norm", "float32", (7,)), ("head", "float16", (3, 5))])
+LAYOUT = Layout.of(
+    [("embed", "bfloat16", (32, 8)), ("norm", "float32", (7,)), ("head", "float16", (3, 5))], chunk_bytes=64
+)
+"""In several chunks: the first tensor has eight."""
 
 
 class Engine:
@@ -74,7 +78,10 @@ class Trainer:
     publisher: Publisher
 
     async def publish(self, step: int) -> bool:
-        return await self.publisher.publish(self.version(step), tensors(step))
+        """Answers when it is the head, or was skipped."""
+        done = await self.publisher.publish(self.version(step), tensors(step))
+        await self.publisher.sealed()
+        return done
 
     def version(self, step: int) -> PolicyVersion:
         return PolicyVersion(self.fence.incarnation, step)
@@ -103,8 +110,10 @@ class ShmAndNews(ShmTransport):
         super().__init__(HOST, arena)
         self._news = news
 
-    async def open(self, manifest: Manifest) -> Source | Unavailable:  # type: ignore[override]
-        source = await super().open(manifest)
+    async def open(  # type: ignore[override]
+        self, manifest: Manifest, part: int, base: Base | None = None
+    ) -> Source | Unavailable:
+        source = await super().open(manifest, part, base)
         return source if isinstance(source, Unavailable) else _SourceAndNews(source, self._news)
 
 
@@ -113,8 +122,8 @@ class _SourceAndNews:
         self._source = source
         self._news = news
 
-    async def fetch(self, ranges: Sequence[Range], out: Bytes, pace: Pace) -> Unavailable | None:
-        answer = await self._source.fetch(ranges, out, pace)
+    async def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
+        answer = await self._source.fetch(chunks, out, pace)
         await self._news()
         return answer
 
@@ -124,7 +133,11 @@ class _SourceAndNews:
 
 @asynccontextmanager
 async def receiving(
-    trainer: Trainer, engine: Engine, *, news: Callable[[], Awaitable[object]] | None = None, round_bytes: int = 1 << 20
+    trainer: Trainer,
+    engine: Engine,
+    *,
+    news: Callable[[], Awaitable[object]] | None = None,
+    round_chunks: int = 1 << 10,
 ) -> AsyncIterator[Receiver]:
     """A receiver that runs until the end of the block, and must then end by itself."""
     arena = trainer.arena
@@ -136,7 +149,7 @@ async def receiving(
         run_id=(await trainer.port.record()).run_id,
         lease_s=LEASE_S,
         block_ms=50,
-        round_bytes=round_bytes,
+        round_chunks=round_chunks,
         transport=ShmAndNews(arena, news) if news else ShmTransport(HOST, arena),
     )
     stopping = asyncio.Event()

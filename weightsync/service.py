@@ -130,15 +130,15 @@ class WeightService:
     async def collect_once(self) -> list[SegmentName]:
         """One round; returns the segments that were freed."""
         names = self._arena.segments(self._run_id)
-        head, leased = await self._port.head(), await self._port.leased()
+        head, leased, pinned = await self._port.head(), await self._port.leased(), await self._port.pinned()
         held = [Held(str(name), name.version, name.owner.alive) for name in names]
-        going = {item.name for item in freeable(held, head, leased)}
+        going = {item.name for item in freeable(held, head, leased.keys() | pinned)}
         freed = [name for name in names if str(name) in going and await asyncio.to_thread(self._arena.remove, name)]
         staying = {name.version for name in names if str(name) not in going}
         for name in freed:
             self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
         gone = {name.version for name in freed} | set(self._books.unfreed(self._host))
-        for version in sorted(gone - staying - leased.keys() - {head}):
+        for version in sorted(gone - staying - leased.keys() - pinned - {head}):
             await self._port.forget(version)
             self._books.freed(version)
         for orphan in self._arena.sweep(spare=self._run_id):
