@@ -106,7 +106,7 @@ class Producer:
     def health(self) -> dict[str, Any]:
         """What /healthz shows."""
         shown = {"phase": self.jobs.phase(), "version": str(self.version or ""), "held": len(self.jobs.held)}
-        return {**shown, **self._outage()}
+        return {**shown, "outage": self.jobs.outage} if self.jobs.outage else shown
 
     async def receive_weights(self) -> None:
         """Follows the head until the service stops; jobs in play finish on the version that is there."""
@@ -216,7 +216,7 @@ class Producer:
         async with self._beating:
             if self._finished.is_set():
                 return
-            state = {**self.gauges.heartbeat(self.service.event_loop_lag_s, self.metrics_url), **self._outage()}
+            state = self.gauges.heartbeat(self.service.event_loop_lag_s, self.metrics_url)
             await self.port.heartbeat(replace(self.peer, state=state), self.config.producer.lease_s)
         await self._read_clock()
         run = await self.port.state()
@@ -244,9 +244,6 @@ class Producer:
             self._drain_s = min(self._drain_s, HASTY_S)
         self.service.stop(reason)
 
-    def _outage(self) -> dict[str, str]:
-        return {"outage": self.jobs.outage} if self.jobs.outage else {}
-
     @contextmanager
     def _unless_leaving(self) -> Iterator[None]:
         """A producer that leaves goes on without a broker that is away, or a run that is gone: errors before that."""
@@ -264,7 +261,9 @@ class Producer:
 async def _within(seconds: float, wait: Awaitable[object]) -> bool:
     """Whether it came to pass within these seconds."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(wait, seconds)
+        # Not asyncio.wait_for, which loses a cancellation that comes together with it (Python 3.11).
+        async with asyncio.timeout(seconds):
+            await wait
         return True
     return False
 

@@ -107,7 +107,8 @@ async def test_a_redis_without_memory_is_waited_for(setting: tuple[Setting, Redi
 
         async def told() -> bool:
             state = await scene.peer("p1")
-            return state.get("phase") == "wait_broker" and "is full" in state.get("outage", "")
+            reasons = [trouble["reason"] for trouble in state.get("troubles", ())]
+            return state.get("phase") == "wait_broker" and len(reasons) == 1 and "is full" in reasons[0]
 
         await wait_until(told, "its heartbeat says what it waits for")
         await wait_until(lambda: time.monotonic() - begun > 1.5 * LEASE_S, "its leases would have run out")
