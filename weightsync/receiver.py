@@ -249,8 +249,8 @@ class Receiver:
                 if isinstance(came, Unavailable):
                     log.info("weight version %s vanished while it was staged: %s", version, came.reason)
                     return _Outcome.VANISHED
-                if not came and (self._given_up(version, await self._look())):
-                    return _Outcome.VANISHED
+                if not came and (late := self._waits_in_vain(version, await self._look())):
+                    return late
                 digests += came
         finally:
             await source.close()
@@ -302,6 +302,12 @@ class Receiver:
         if not manifest.sealed and versions.head is not None and versions.head > manifest.version:
             return self._skips_in_a_row == 0 or self._given_up(manifest.version, versions)
         return gives_way(manifest.version, versions.head, staged, self._skips_in_a_row)
+
+    def _waits_in_vain(self, version: PolicyVersion, versions: Versions) -> _Outcome | None:
+        """Nothing came for a while: whether something else is the better thing to wait for."""
+        if versions.head is not None and versions.head > version:
+            return _Outcome.SKIPPED
+        return _Outcome.VANISHED if self._given_up(version, versions) else None
 
     def _given_up(self, version: PolicyVersion, versions: Versions) -> bool:
         """Whether a version that was begun will never be sealed: another trainer has begun one since."""
