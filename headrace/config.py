@@ -165,6 +165,19 @@ class WeightsConfig(Section):
     max_live_versions: int = Field(3, ge=2, le=1024)
     """Shared-memory segments that the publisher keeps at most."""
     lease_s: float = Field(10.0, gt=0.5, le=WEEK_S)
+    transport: Literal["auto", "shm", "tcp", "collective"] = "auto"
+    """How weights come to a host: "auto" takes shared memory where the version is there, else "tcp"; "shm" nothing
+    else; "collective" goes through torch.distributed between hosts."""
+    collective_backend: Literal["auto", "nccl", "ucc", "gloo"] = "auto"
+    """Of transport "collective"; "auto" is nccl for GPUs of both sides, else ucc where this torch has it, else gloo."""
+    codec: Literal["auto", "raw", "sparse-ulp", "sparse-abs"] = "auto"
+    """How changes travel between hosts: "auto" chooses by estimated seconds between all bytes and "sparse-ulp"."""
+    bind: str = Field("127.0.0.1", min_length=1, max_length=LONGEST_NAME)
+    """Address that a weight service serves other hosts on, as in "0.0.0.0"; a name or an IP address."""
+    upload_slots: int = Field(1, ge=1, le=64)
+    """Hosts that take weights from the trainer's host at once; the others take them from each other."""
+    staging_share: float = Field(0.5, gt=0.0, le=1.0)
+    """Share of its time that a producer's staging thread works, so that it does not slow decoding."""
 
 
 class CheckpointConfig(Section):
