@@ -14,8 +14,9 @@ local function same_body(one, other)
   return a and b and field(a, 'body') == field(b, 'body')
 end
 
+local waiting = values(open, 3, 2)
 for i = 2, #ARGV, 2 do
-  local entry, known = ARGV[i], redis.call('HGET', open, ARGV[i + 1])
+  local entry, known = ARGV[i], waiting[ARGV[i + 1]]
   local where, id = string.match(known or '', '^%S+ (%S+) (%S+)$')
   local says = ''
   if where == 'g' and id == entry then

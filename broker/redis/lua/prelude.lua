@@ -15,16 +15,45 @@ local function field(entry, name)
   return nil
 end
 
+-- What a hash has under the names that stand at every so many arguments, by name.
+local function values(hash, first, step)
+  local names, found = {}, {}
+  for i = first, #ARGV, step do
+    names[#names + 1] = ARGV[i]
+  end
+  local there = #names > 0 and redis.call('HMGET', hash, unpack(names)) or {}
+  for i, name in ipairs(names) do
+    found[name] = there[i]
+  end
+  return found
+end
+
+-- One command for a whole list; none where the list is empty.
+local function all(list, ...)
+  local command = { ... }
+  for _, part in ipairs(list) do
+    command[#command + 1] = part
+  end
+  return #list > 0 and redis.call(unpack(command))
+end
+
 -- Milliseconds since the epoch on this server's clock.
 local function now_ms()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
+-- What `add` has counted up to in this script, and how many of these counters are new; epilogue.lua writes them.
+local counters, new, sums = nil, 0, {}
+
 -- Adds 1. As a value, not as an increment: a transaction that an append-only file has torn, of which Redis makes the
 -- beginning at a later start, then changes no number.
 local function add(hash, name)
-  redis.call('HSET', hash, name, (tonumber(redis.call('HGET', hash, name)) or 0) + 1)
+  if not sums[name] then
+    local known = redis.call('HGET', hash, name)
+    counters, new, sums[name] = hash, new + (known and 0 or 1), tonumber(known) or 0
+  end
+  sums[name] = sums[name] + 1
 end
 
 -- Counts one task under its verdict. Reasons are free text: beyond 512 fields they count together.
@@ -32,7 +61,7 @@ local function count(sheet, kind, verdict, reason)
   add(sheet, kind .. ' v ' .. verdict)
   if reason ~= '' then
     local name = kind .. ' r ' .. verdict .. ': ' .. reason
-    if redis.call('HEXISTS', sheet, name) == 0 and redis.call('HLEN', sheet) >= 512 then
+    if not sums[name] and redis.call('HEXISTS', sheet, name) == 0 and redis.call('HLEN', sheet) + new >= 512 then
       name = kind .. ' r ' .. verdict .. ': other reasons'
     end
     add(sheet, name)

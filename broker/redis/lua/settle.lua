@@ -5,17 +5,17 @@
 -- An empty entry id names whatever the task is now. Held is 1 for what the trainer was given and had not settled: its
 -- task closes whatever entry it has now, since a Redis that lost its newest writes has an older or a second one.
 -- Answers the tasks that it closed.
-local counted = {}
+local counted, read, known = {}, {}, values(open, 5, 5)
 for i = 4, #ARGV, 5 do
   local entry, task, verdict, reason, held = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4] == '1'
-  local kind, where, id = string.match(redis.call('HGET', open, task) or '', '^(%S+) (%S+) (%S+)$')
+  local kind, where, id = string.match(known[task] or '', '^(%S+) (%S+) (%S+)$')
   local any = entry == ''
   if any and where == 'g' then
     entry = id
   end
   local acked = entry ~= '' and redis.call('XACK', groups, 'trainer', entry) == 1
   if acked and not redis.call('LPOS', settled, entry) then
-    redis.call('RPUSH', settled, entry)
+    read[#read + 1] = entry
   end
   local named = where == 'g' and id == entry
   if kind and (any or named or (held and verdict ~= 'superseded')) then
@@ -27,13 +27,15 @@ for i = 4, #ARGV, 5 do
       redis.call('XACK', groups, 'trainer', id)
       redis.call('XDEL', groups, id)
     end
-    redis.call('HDEL', open, task)
-    redis.call('HDEL', again, task)
+    known[task] = nil
     count(sheet, kind, verdict, reason)
-    table.insert(counted, task)
+    counted[#counted + 1] = task
   end
 end
-while redis.call('LLEN', settled) > tonumber(ARGV[3]) do
-  redis.call('XDEL', groups, redis.call('LPOP', settled))
+all(counted, 'HDEL', open)
+all(counted, 'HDEL', again)
+local most = (all(read, 'RPUSH', settled) or redis.call('LLEN', settled)) - ARGV[3]
+if most > 0 then
+  all(redis.call('LPOP', settled, most), 'XDEL', groups)
 end
 return counted
