@@ -99,16 +99,16 @@ class Jobs:
         """A task to play. None for one that plays here already, which comes again when the broker lost its tail, or
         from somebody who took it over and gave it back: its job goes on, and publishes its group as this delivery (and
         as the one before, where that was not lost: an entry may be a second one that nobody asked for).
+
+        Another task of the same name is played beside it: the broker says which of them it waits for.
         """
         task = delivery.task
-        again = [held for held in self.held.values() if held.delivery.task.task_id == task.task_id]
-        for held in again:
-            if held.delivery.task == task:
-                del self.held[held.delivery.entry_id]
-                held.came_again(delivery)
-                self.held[delivery.entry_id] = held
-                return None
-            self._end(held)
+        again = next((held for held in self.held.values() if held.delivery.task == task), None)
+        if again is not None:
+            del self.held[again.delivery.entry_id]
+            again.came_again(delivery)
+            self.held[delivery.entry_id] = again
+            return None
         in_play = InPlay(task.group_size, self.moved)
         held = Held(delivery, in_play, budget_s, too_old(self.version, delivery))
         self.held[delivery.entry_id] = held

@@ -76,11 +76,15 @@ async def test_a_second_entry_of_a_task_is_held_beside_the_first(jobs: Jobs) -> 
     assert jobs.held == {}
 
 
-async def test_another_task_of_the_same_name_is_played_instead(jobs: Jobs) -> None:
+async def test_another_task_of_the_same_name_is_played_beside_it_until_one_is_lost(jobs: Jobs) -> None:
     old = begin(jobs, FIRST)
     new = begin(jobs, TaskDelivery("2-0", 1, replace(TASK, seed=8)))
+    assert jobs.held == {"1-0": old, "2-0": new}
+    jobs.lose(["1-0"])
+    jobs.lose(["1-0"])
     assert jobs.held == {"2-0": new}
     assert await ended(old)
+    assert not await ended(new)
 
 
 async def test_a_lost_task_has_a_moment_to_come_again(jobs: Jobs) -> None:
