@@ -52,8 +52,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# So many processes take files of tests, the slowest kind first; ARGS="-n 0 --pdb tests/unit/test_lag.py" needs none.
+WORKERS ?= 2
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Some 200 faults within 25 minutes; for example ARGS="--faults 20 --seed 7 --only redis".
 chaos: $(READY)

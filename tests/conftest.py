@@ -26,6 +26,13 @@ hypothesis.settings.load_profile("headrace")
 
 BROKER = BrokerConfig(stream_block_ms=500, connect_timeout_s=10.0, max_deliveries=3)
 _numbers = itertools.count()
+SLOWEST_FIRST = ("chaos", "e2e", "integration", "contract", "unit")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No process is left alone with a long file at the end; within a folder the order stays random."""
+    items.sort(key=lambda item: SLOWEST_FIRST.index(item.path.parent.name))
 
 
 @pytest.fixture(scope="session")
