@@ -26,10 +26,13 @@ class Held:
     _readable: deque[int] = field(default_factory=deque)
 
     def add(self, entry_id: str, task_id: str, nbytes: int) -> None:
-        self.tasks[entry_id] = task_id
-        self.entries[task_id] = entry_id
-        self._sizes[entry_id] = nbytes
-        self.nbytes += nbytes
+        """This one is handed out. A second one of its task stands in for the first, by which the task is settled."""
+        if self.entries.setdefault(task_id, entry_id) != entry_id:
+            self.stand_in(entry_id, task_id)
+        elif entry_id not in self.tasks:
+            self.tasks[entry_id] = task_id
+            self._sizes[entry_id] = nbytes
+            self.nbytes += nbytes
 
     def stand_in(self, entry_id: str, task_id: str) -> None:
         self.stand_ins[task_id] = entry_id

@@ -28,6 +28,23 @@ def test_a_second_entry_stands_in_until_its_task_is_settled() -> None:
     assert not held.has_stand_in("a")
 
 
+def test_a_second_entry_that_is_handed_out_stands_in_as_well() -> None:
+    """The trainer settles the first, and what it knows of the task must go with it."""
+    held = Held()
+    held.add("1-0", "a", 10)
+    held.add("2-0", "a", 20)
+    assert (held.tasks, held.entries, held.stand_ins, held.nbytes) == ({"1-0": "a"}, {"a": "1-0"}, {"a": "2-0"}, 10)
+    assert held.settle("1-0", "a")
+    assert (tuple(held.ids()), held.entries, held.nbytes) == ((), {}, 10)
+
+
+def test_what_is_handed_out_again_counts_once() -> None:
+    held = Held()
+    for _ in range(2):
+        held.add("1-0", "a", 10)
+    assert (held.nbytes, tuple(held.ids())) == (10, ("1-0",))
+
+
 def test_what_fits_exactly_is_read() -> None:
     half = MAX_GROUP_BYTES // 2
     assert fitting(8, 1, half) == 2
