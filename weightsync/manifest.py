@@ -204,7 +204,7 @@ def _parts_fault(manifest: Manifest) -> str | None:
 
 
 def layout_fault(layout: Layout) -> str | None:
-    """Why this layout is not sound, or None. Tensors must lie in order, aligned, apart, and inside `nbytes`."""
+    """Why this layout is not one that `Layout.of` makes, or None."""
     if not 0 < len(layout.tensors) <= MAX_TENSORS:
         return f"{len(layout.tensors)} tensors, not 1 to {MAX_TENSORS}"
     if not 0 <= layout.nbytes <= MAX_LAYOUT_BYTES:
@@ -221,14 +221,14 @@ def layout_fault(layout: Layout) -> str | None:
         if tensor.name in names:
             return f"tensor {tensor.name!r} appears twice"
         names.add(tensor.name)
-        end = tensor.end
-    if end > layout.nbytes:
-        return f"its last tensor ends at {end}, beyond {layout.nbytes} bytes"
+        end += aligned(tensor.nbytes)
+    if end != layout.nbytes:
+        return f"its tensors take {end} bytes, not {layout.nbytes}"
     return None
 
 
 def _tensor_fault(tensor: TensorSpec, end: int) -> str | None:
-    """`end` is where the tensor before it ends."""
+    """`end` is where the tensor before it ends, with what aligns the next."""
     if not 0 < len(tensor.name) <= MAX_TEXT:
         return f"has a name of {len(tensor.name)} characters, not 1 to {MAX_TEXT}"
     if tensor.dtype not in DTYPE_BYTES:
@@ -237,10 +237,8 @@ def _tensor_fault(tensor: TensorSpec, end: int) -> str | None:
         return f"has a shape beyond {MAX_DIMS} dimensions or with a size out of range"
     if tensor.nbytes != size_of(tensor.dtype, tensor.shape):
         return f"has {tensor.nbytes} bytes, which its shape does not make"
-    if tensor.offset % ALIGNMENT:
-        return f"starts at {tensor.offset}, not a multiple of {ALIGNMENT}"
-    if tensor.offset < end:
-        return f"starts at {tensor.offset}, inside the tensor before it"
+    if tensor.offset != end:
+        return f"starts at {tensor.offset}, not at {end}"
     return None
 
 

@@ -115,7 +115,7 @@ def tensors_in(layout: Layout, part: int, chunk: int) -> list[TensorSpec]:
 
 @lru_cache(maxsize=64)
 def places(layout: Layout, part: int) -> tuple[tuple[int, TensorSpec], ...]:
-    """Where each tensor of a part begins in it."""
+    """Where each tensor begins that has bytes in a part."""
     if layout.parts == 1:
-        return tuple((tensor.offset, tensor) for tensor in layout.tensors)
+        return tuple((tensor.offset, tensor) for tensor in layout.tensors if tensor.nbytes)
     return tuple((piece.start, piece.tensor) for piece in pieces(layout, part) if piece.tensor is not None)

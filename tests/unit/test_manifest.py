@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import msgpack
@@ -15,21 +16,26 @@ from headrace.errors import WeightError, WireError
 from headrace.version import PolicyVersion
 from weightsync.manifest import (
     ALIGNMENT,
+    DIGEST_BYTES,
     DTYPE_BYTES,
+    MAX_PARTS,
     MAX_TENSORS,
     Layout,
     Manifest,
+    Part,
     TensorSpec,
+    cut,
     decode,
     encode,
     layout_fault,
+    manifest_fault,
 )
 
 shapes = st.lists(
     st.tuples(
         st.text(min_size=1, max_size=20),
         st.sampled_from(sorted(DTYPE_BYTES)),
-        st.lists(st.integers(0, 64), max_size=4).map(tuple),
+        st.lists(st.integers(0, 9), max_size=4).map(tuple),
     ),
     min_size=1,
     max_size=12,
@@ -39,15 +45,18 @@ shapes = st.lists(
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    layout = Layout.of(draw(shapes))
-    count = len(layout.tensors)
+    layout = Layout.of(draw(shapes), draw(st.integers(1, 4)), ALIGNMENT * draw(st.integers(1, 64)))
+    sealed, numbers = draw(st.booleans()), random.Random(draw(st.integers(0, 9)))
+
+    def part(number: int) -> Part:
+        digests = cut(numbers.randbytes(DIGEST_BYTES * layout.chunks(number))) if sealed else ()
+        return Part(draw(st.text(max_size=30)), draw(st.text(max_size=30)), digests)
+
     return Manifest(
         version=PolicyVersion(draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40))),
         layout=layout,
-        digests=tuple(draw(st.binary(min_size=16, max_size=16)).hex() for _ in range(count)),
-        host=draw(st.text(max_size=30)),
-        segment=draw(st.text(max_size=30)),
-        sealed=draw(st.booleans()),
+        parts=tuple(map(part, range(layout.parts))),
+        sealed=sealed,
         run_id=draw(st.text(max_size=30)),
         sealed_s=draw(st.floats(allow_nan=False)),
     )
@@ -55,10 +64,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 EXAMPLE = Manifest(
     version=PolicyVersion(2, 140),
-    layout=Layout.of([("a.weight", "bfloat16", (4, 3)), ("a.bias", "float32", (5,))]),
-    digests=("00" * 16, "ab" * 16),
-    host="one",
-    segment="segment",
+    layout=Layout.of([("a.weight", "bfloat16", (4, 3)), ("a.bias", "float32", (5,))], chunk_bytes=64),
+    parts=(Part("one", "segment", (b"0" * 16, b"1" * 16)),),
     sealed=True,
     run_id="run",
     sealed_s=1.5,
@@ -123,27 +130,27 @@ values = st.recursive(
 )
 
 
-@given(st.integers(0, 8), values)
+@given(st.integers(0, 7), values)
 def test_a_wrong_field_under_a_right_digest_is_refused_or_sound(index: int, value: object) -> None:
     try:
         manifest = decode(body_with(index, value))
     except WireError:
         return
-    assert layout_fault(manifest.layout) is None
-    assert len(manifest.digests) == len(manifest.layout.tensors)
+    assert manifest_fault(manifest) is None
+    assert decode(encode(manifest)) == manifest
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"offset": 8}, "not a multiple of 64"),
-        ({"offset": -64}, "inside the tensor before it"),
+        ({"offset": 64}, "starts at 64, not at 0"),
+        ({"offset": -64}, "starts at -64, not at 0"),
         ({"nbytes": 25}, "25 bytes, which its shape does not make"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
         ({"name": ""}, "a name of 0 characters"),
         ({"shape": (2,) * 9, "nbytes": 1024}, "beyond 8 dimensions"),
         ({"shape": (-3, -4)}, "with a size out of range"),
-        ({"offset": 192}, "ends at 216, beyond 128 bytes"),
+        ({"shape": (4, 30), "nbytes": 240}, "take 256 bytes, not 128"),
     ],
 )
 def test_unsound_tensor_is_named(change: dict[str, object], reason: str) -> None:
@@ -153,12 +160,14 @@ def test_unsound_tensor_is_named(change: dict[str, object], reason: str) -> None
     assert fault is not None
     assert reason in fault
     with pytest.raises(WeightError, match="not valid"):
-        encode(replace(EXAMPLE, layout=layout, digests=EXAMPLE.digests[:1]))
+        encode(replace(EXAMPLE, layout=layout))
 
 
-def test_overlapping_and_repeated_tensors_are_refused() -> None:
+def test_overlapping_scattered_and_repeated_tensors_are_refused() -> None:
     a, b = EXAMPLE.layout.tensors
-    assert "inside the tensor before it" in str(layout_fault(Layout((a, replace(b, offset=0)), 128)))
+    assert "starts at 0, not at 64" in str(layout_fault(Layout((a, replace(b, offset=0)), 128)))
+    assert "starts at 128, not at 64" in str(layout_fault(Layout((a, replace(b, offset=128)), 192)))
+    assert "take 128 bytes, not 192" in str(layout_fault(Layout((a, b), 192)))
     assert "appears twice" in str(layout_fault(Layout((a, replace(b, name=a.name)), 128)))
 
 
@@ -171,12 +180,20 @@ def test_another_schema_is_refused_by_number() -> None:
     ("index", "value", "reason"),
     [
         (1, [-1, 0], "negative"),
-        (7, [], "0 tensors"),
-        (8, [b"short", b"short"], "a digest is not 16 bytes"),
-        (8, [b"0" * 16], "1 digests for 2 tensors"),
-        (6, 1 << 60, "bytes, not 0 to"),
-        (2, "h" * 600, "longer than 512"),
-        (4, 1, "not made of"),
+        (6, [], "0 tensors"),
+        (7, [["h", "s", b"short"]], "5 bytes, not a multiple of 16"),
+        (7, [["h", "s", b"0" * 16]], "1 digests for the 2 chunks of part 0"),
+        (7, [["h", "s", b"0" * 16]] * 2, "1 digests for the 2 chunks of part 0"),
+        (7, [], "0 parts, not 1 to"),
+        (7, [["h", "s" * 600, b"0" * 32]], "longer than 512"),
+        (7, [["h", "s"]], "part in the manifest is not made of"),
+        (2, False, "2 digests for the 0 chunks of part 0"),
+        (4, 1 << 60, "bytes, not 0 to"),
+        (5, 96, "chunks of 96 bytes, not a multiple of 64"),
+        (5, 0, "chunks of 0 bytes"),
+        (5, 1 << 40, "chunks of 1099511627776 bytes"),
+        (0, "h" * 600, "longer than 512"),
+        (2, 1, "not made of"),
     ],
 )
 def test_wrong_field_is_refused_with_its_reason(index: int, value: object, reason: str) -> None:
@@ -189,7 +206,9 @@ def test_lengths_that_promise_too_much_are_refused_before_they_are_allocated() -
     with pytest.raises(WireError):
         decode(huge_array)
     with pytest.raises(WireError):
-        decode(body_with(7, [[]] * (MAX_TENSORS + 1)))
+        decode(body_with(6, [[]] * (MAX_TENSORS + 1)))
+    with pytest.raises(WireError, match="more than 4096 parts"):
+        decode(body_with(7, [[]] * (MAX_PARTS + 1)))
 
 
 @pytest.mark.parametrize(

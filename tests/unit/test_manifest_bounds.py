@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgpack
 import pytest
 import xxhash
@@ -9,20 +11,29 @@ import xxhash
 from broker.messages import SCHEMA
 from headrace.errors import WireError
 from headrace.version import PolicyVersion
-from weightsync.manifest import MAX_DIMS, MAX_TENSORS, Layout, Manifest, decode, encode
+from weightsync.manifest import (
+    MAX_CHUNK_BYTES,
+    MAX_DIMS,
+    MAX_PARTS,
+    MAX_TENSORS,
+    Layout,
+    Manifest,
+    Part,
+    decode,
+    encode,
+    layout_fault,
+)
 
 SHAPE = (1,) * MAX_DIMS
 EXAMPLE = Manifest(
     version=PolicyVersion(2, 140),
     layout=Layout.of([("a", "float32", SHAPE)]),
-    digests=("00" * 16,),
-    host="one",
-    segment="segment",
+    parts=(Part("one", "segment", (b"0" * 16,)),),
     sealed=True,
     run_id="run",
     sealed_s=1.5,
 )
-ROWS, DIGESTS = 7, 8
+ROWS = 6
 
 
 def body_with(index: int, value: object) -> bytes:
@@ -48,12 +59,14 @@ def test_a_shape_that_is_none_is_named(shape: list[object]) -> None:
         decode(body_with(ROWS, [row_with(shape)]))
 
 
-@pytest.mark.parametrize("index", [ROWS, DIGESTS])
-def test_more_tensors_than_there_may_be_are_refused(index: int) -> None:
+def test_more_tensors_than_there_may_be_are_refused() -> None:
     with pytest.raises(WireError, match=f"more than {MAX_TENSORS} tensors|not valid msgpack"):
-        decode(body_with(index, [0] * (MAX_TENSORS + 1)))
+        decode(body_with(ROWS, [0] * (MAX_TENSORS + 1)))
 
 
-def test_a_digest_that_is_no_bytes_is_named() -> None:
-    with pytest.raises(WireError, match="manifest has a digest that is not bytes"):
-        decode(body_with(DIGESTS, ["0" * 16]))
+def test_as_many_parts_and_as_large_chunks_as_there_may_be_are_taken() -> None:
+    layout = Layout.of([("a", "float32", (3,))], MAX_PARTS, MAX_CHUNK_BYTES)
+    begun = replace(EXAMPLE, layout=layout, parts=(Part("h", "s"),) * MAX_PARTS, sealed=False)
+    assert decode(encode(begun)) == begun
+    for wrong in ({"parts": MAX_PARTS + 1}, {"chunk_bytes": MAX_CHUNK_BYTES + 64}, {"chunk_bytes": 0}, {"parts": 0}):
+        assert layout_fault(replace(layout, **wrong)) is not None
