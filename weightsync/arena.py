@@ -42,6 +42,8 @@ ORPHAN_AGE_S = 600.0
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 4 << 20
 
+_MAX_VIEWS = 1024
+"""What one preadv takes (IOV_MAX of Linux)."""
 _PAGE = 4096
 _PROGRESS = struct.Struct("<4Q")
 _MAGIC = 0x31474553_45434152
@@ -161,10 +163,13 @@ class Segment:
 
     def read(self, start: int, views: Sequence[memoryview]) -> None:
         """Copy the bytes from `start` on into the views, in order. Raises WeightError where there are not as many."""
-        wanted = sum(map(len, views))
-        got = os.preadv(self._file, views, start)
-        if got != wanted:
-            raise WeightError(f"weight segment {self.name} gave {got} bytes of {wanted}")
+        for first in range(0, len(views), _MAX_VIEWS):
+            some = views[first : first + _MAX_VIEWS]
+            wanted = sum(map(len, some))
+            got = os.preadv(self._file, some, start)
+            if got != wanted:
+                raise WeightError(f"weight segment {self.name} gave {got} bytes of {wanted}")
+            start += got
 
     def fileno(self) -> int:
         return self._file

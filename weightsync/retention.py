@@ -22,12 +22,12 @@ def freeable(held: Iterable[Held], head: PolicyVersion | None, leased: Collectio
 
     Kept are: what a live lease reads; the head, also when its trainer is dead, since producers that join while
     another trainer starts have nothing else; and what is newer than the head while its owner lives, for it is
-    still being filled.
+    still being filled. Once its owner is dead, it will never be sealed: who reads it waits in vain.
     """
-    return [item for item in held if item.version not in leased and not _needed(item, head)]
+    return [item for item in held if not _needed(item, head, leased)]
 
 
-def _needed(item: Held, head: PolicyVersion | None) -> bool:
-    if item.version == head:
-        return True
-    return item.owner_alive and (head is None or item.version > head)
+def _needed(item: Held, head: PolicyVersion | None, leased: Collection[PolicyVersion]) -> bool:
+    if head is None or item.version > head:
+        return item.owner_alive
+    return item.version == head or item.version in leased
