@@ -33,7 +33,7 @@ from headrace.errors import BrokerError, Fenced, WeightError
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, NewSegment, SegmentName
 from weightsync.filling import Filling, shape_of
-from weightsync.manifest import Layout, Manifest, Part, cut, encode
+from weightsync.manifest import Layout, Manifest, Part, encode
 from weightsync.retention import Held, freeable
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 10.0
+"""How long a publisher that closes waits for the broker and the other ranks to seal its newest version."""
 Digests = asyncio.Future[tuple[bytes, ...] | None]
 """Of each chunk; None for a part that was given up."""
 
@@ -177,7 +179,11 @@ class Publisher:
         if self._filling is not None:
             self._filling.give_up()
         if self._sealing is not None:
-            await asyncio.wait([self._sealing])
+            ended, waiting = await asyncio.wait([self._sealing], timeout=CLOSE_S)
+            for sealing in waiting:
+                sealing.cancel()
+            for error in filter(None, (sealing.exception() for sealing in ended)):
+                log.warning("the newest weight version is not sealed: %s", error)
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
         self._drop_spare()
         kept = await self._pinned()
@@ -208,20 +214,24 @@ class Publisher:
     async def _seal(self, segment: NewSegment, digesting: Digests, begun: Manifest, start: float) -> None:
         """Behind the trainer's back: the version becomes the head, what nobody needs any more goes, memory for the
         next one comes."""
-        digests = await digesting
-        if digests is None:
+        mine = await digesting
+        if mine is not None:
+            segment.seal()
+        digests = [msgpack.unpackb(row) for row in await self._ranks.gather(msgpack.packb(mine))]
+        if None in digests:
             segment.discard()
             return
-        segment.seal()
-        rows = await self._ranks.gather(b"".join(digests))
-        parts = tuple(replace(part, digests=cut(row)) for part, row in zip(begun.parts, rows, strict=True))
+        parts = tuple(replace(part, digests=tuple(row)) for part, row in zip(begun.parts, digests, strict=True))
         manifest = replace(begun, parts=parts, sealed=True, sealed_s=time.time())
-        if self._part == 0:
-            try:
+        try:
+            if self._part == 0:
                 await self._port.publish_head(self._fence, manifest.version, encode(manifest))
-            except Fenced:
-                segment.discard()
-                raise
+        except Fenced:
+            segment.discard()
+            raise
+        finally:
+            # What a rank frees depends on where the head is.
+            await self._ranks.gather(b"")
         self._newest = manifest
         self._stats = replace(self._stats, seal_s=self._stats.seal_s + time.perf_counter() - start)
         await self._free()
@@ -229,9 +239,10 @@ class Publisher:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._make_spare, manifest.version)
 
     async def _settled(self) -> None:
-        sealing, self._sealing = self._sealing, None
-        if sealing is not None:
-            await sealing
+        if self._sealing is not None:
+            await asyncio.wait([self._sealing])
+            sealing, self._sealing = self._sealing, None
+            sealing.result()
 
     def _fault(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> str | None:
         if self._closing:
@@ -249,9 +260,9 @@ class Publisher:
         return None
 
     async def _room(self) -> bool:
-        if self._spare is None and self._counted() >= self._max_live:
+        if self._counted() >= self._max_live:
             await self._free()
-        return self._spare is not None or self._counted() < self._max_live
+        return self._counted() < self._max_live
 
     def _own(self) -> list[SegmentName]:
         return [name for name in self._arena.segments(self._run_id) if name.part == self._part]
@@ -281,24 +292,24 @@ class Publisher:
         """In a thread: the memory of a new version."""
         spare, self._spare = self._spare, None
         if spare is None:
-            return self._create(version, spare=False)
+            return self._create(version)
         spare.begin(self._arena.name(self._run_id, version, self._part))
         return spare
 
     def _make_spare(self, version: PolicyVersion) -> None:
         """In a thread. Without memory for it, the next version has to make its own."""
         try:
-            self._spare = self._create(version, spare=True)
+            self._spare = self._arena.create(self._run_id, version, self._layout, self._part, spare=True)
         except WeightError as error:
             log.info("no memory is made ready for the next weight version: %s", error)
 
-    def _create(self, version: PolicyVersion, *, spare: bool) -> NewSegment:
+    def _create(self, version: PolicyVersion) -> NewSegment:
         try:
-            return self._arena.create(self._run_id, version, self._layout, self._part, spare=spare)
+            return self._arena.create(self._run_id, version, self._layout, self._part)
         except WeightError:
             if not self._arena.sweep(orphan_age_s=0.0):
                 raise
-            return self._arena.create(self._run_id, version, self._layout, self._part, spare=spare)
+            return self._arena.create(self._run_id, version, self._layout, self._part)
 
     def _drop_spare(self) -> None:
         if self._spare is not None:

@@ -78,7 +78,7 @@ class ReceiverStats:
     damaged: int = 0
     """Versions with a digest that did not match; never committed."""
     refused: int = 0
-    """Manifests that are not valid, not sealed, or not those of this run and version."""
+    """Manifests that are not valid, not those of this run and version, or not those of what was staged."""
 
 
 class _Outcome(enum.Enum):
@@ -242,7 +242,8 @@ class Receiver:
             while (first := len(digests)) < len(place.bounds):
                 if stopping.is_set():
                     return _Outcome.STOPPED
-                if first and await self._gives_way(manifest, first / len(place.bounds)):
+                share = (part + first / len(place.bounds)) / manifest.layout.parts
+                if share and await self._gives_way(manifest, share):
                     return _Outcome.SKIPPED
                 last = min(first + self._round_chunks, len(place.bounds))
                 came = await source.fetch(range(first, last), place, self._pace)
@@ -270,7 +271,10 @@ class Receiver:
                 sealed = await self._manifest(manifest.version)
                 if isinstance(sealed, _Outcome):
                     return sealed
-                if not sealed.sealed or not _same(manifest, sealed):
+                if not sealed.sealed:
+                    log.info("weight version %s was never sealed, %s is", manifest.version, versions.head)
+                    return _Outcome.VANISHED
+                if not _same(manifest, sealed):
                     log.warning("weight version %s was sealed as another one than it was begun", manifest.version)
                     return _Outcome.REFUSED
                 manifest = sealed
