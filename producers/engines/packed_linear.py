@@ -31,9 +31,12 @@ class PackedLinears:
             module.forward = self._forward(index, module)  # type: ignore[assignment, method-assign]
 
     def swap(self, packed: list[torch.Tensor]) -> None:
-        """Use these from the next forward pass on; one per module of `modules`, in order."""
+        """Use these from the next forward pass on; one per module of `modules`, in order.
+
+        Afterwards `packed` holds those used so far: to free them takes as long as they are large.
+        """
         assert len(packed) == len(self.modules)
-        self._weights[:] = packed
+        self._weights[:], packed[:] = packed, self._weights[:]
 
     def _forward(self, index: int, module: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         weights = self._weights

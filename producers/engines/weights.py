@@ -2,8 +2,9 @@
 
 Both are flat buffers in the layout of the wire; parameters are views into the front, so that a swap moves pointers
 and no bytes. Where the engine computes in another dtype or on another device, the staged bytes are converted into a
-second pair of buffers. Conversion and packing happen in `prepare`, while decoding goes on; `swap` is what happens at
-the boundary between two steps.
+second pair of buffers. Conversion and packing happen in `prepare`, while decoding goes on, and so does freeing what
+was replaced; `swap`, which is what happens at the boundary between two steps, takes a time that depends on the number
+of tensors only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class _Prepared:
     views: list[torch.Tensor]
     packed: list[torch.Tensor]
+    """After the swap, those that were replaced."""
+
+    def free(self) -> None:
+        """Free what the swap replaced. Any thread."""
+        while self.packed:
+            self.packed.pop()  # one by one: the decode thread waits for the interpreter meanwhile
 
 
 class EngineWeights:
@@ -41,6 +48,8 @@ class EngineWeights:
         self._front = torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=self._device)
         self._back: torch.Tensor | None = None
         self._staging: tuple[Layout, torch.Tensor] | None = None
+        self._converted: tuple[Layout, torch.Tensor] | None = None
+        """What versions are staged into that `prepare` converts; kept, as freeing it takes as long as it is large."""
         self._linears = PackedLinears(model) if can_pack(self._dtype, self._device) else None
         views = self._views(self._front)
         with torch.no_grad():
@@ -60,8 +69,7 @@ class EngineWeights:
             if self._back is None:
                 self._back = torch.zeros_like(self._front)
             direct = layout == self._layout and self._device.type == "cpu"
-            buffer = self._back if direct else torch.zeros(layout.nbytes, dtype=torch.uint8)
-            self._staging = layout, buffer
+            self._staging = (layout, self._back) if direct else self._to_convert(layout)
         array: npt.NDArray[np.uint8] = self._staging[1].numpy()
         return array
 
@@ -82,6 +90,11 @@ class EngineWeights:
         self._swap(prepared)
         self._front, self._back = self._back, self._front
         self._staging = None
+
+    def _to_convert(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
+        if self._converted is None or self._converted[0] != layout:
+            self._converted = layout, torch.zeros(layout.nbytes, dtype=torch.uint8)
+        return self._converted
 
     def _swap(self, prepared: _Prepared) -> None:
         for parameter, view in zip(self._parameters, prepared.views, strict=True):
