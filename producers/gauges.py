@@ -23,6 +23,12 @@ GROUP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 MOST_REASONS = 16
 """Different reasons for failures in one line of the journal."""
 REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2)
+TOKENS = {
+    "decoded_tokens": "Tokens sampled by the engine",
+    "prefill_tokens": "Prompt tokens computed by the engine",
+    "recomputed_tokens": "Tokens whose keys and values the engine computed again after a commit",
+}
+"""Of `EngineStats`."""
 
 
 class Gauges:
@@ -112,6 +118,7 @@ class Gauges:
         figures: dict[str, Any] = {
             "version": str(self._engine.version or ""),
             "phase": self.host.phase,
+            **{name: getattr(stats, name) for name in TOKENS},
             "tokens_per_s": rate(stats.decoded_tokens - self._read_stats.decoded_tokens, now - self._read_at),
             "occupancy": occupancy(stats, self._read_stats),
             "idle": round(idle_fraction(lane, self._read_lane), 4),
@@ -122,6 +129,8 @@ class Gauges:
             "published": self.published,
             "failed_rollouts": self.failed_rollouts,
         }
+        for name, what in TOKENS.items():
+            self._metrics.count(name, getattr(stats, name) - getattr(self._read_stats, name), help=what)
         self._read_at, self._read_stats, self._read_lane = now, stats, lane
         for name in ("tokens_per_s", "occupancy", "idle", "slots", "busy_slots", "waiting"):
             self._metrics.gauge(name, figures[name])

@@ -66,6 +66,8 @@ class EngineStats:
     prefill_tokens: int
     busy_slot_steps: int
     """Sum over decode steps of the slots that held a sequence (prefill counts)."""
+    recomputed_tokens: int = 0
+    """Tokens whose keys and values were computed again after a commit; not in `prefill_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats
 from producers.engines.sequences import Sequence, StepPlan, plan_step
-from producers.engines.spans import SpanRecorder
 from producers.engines.stops import Decode, completes_stop
 
 if TYPE_CHECKING:
@@ -79,8 +78,9 @@ class StepTotals:
     rows: int = 0
     """Tokens sampled."""
     prompt_tokens: int = 0
+    recomputed_tokens: int = 0
     finished_prompts: int = 0
-    """Rows that sampled at the end of a prompt's last chunk, not by decoding."""
+    """Rows that sampled at the end of a last chunk, not by decoding."""
     occupied: int = 0
     context_tokens: int = 0
     """Live context read by decoding rows, the new tokens included."""
@@ -116,10 +116,20 @@ class DecodeLoop:
     """Everything but `send` and `stats` runs on the loop's own thread."""
 
     def __init__(
-        self, runner: ModelRunner, *, slots: int, budget: int, report: Report, lane: Lane, decode: Decode | None
+        self,
+        runner: ModelRunner,
+        *,
+        slots: int,
+        budget: int,
+        recompute: bool,
+        report: Report,
+        lane: Lane,
+        decode: Decode | None,
     ) -> None:
+        """`recompute`: a swap empties the cache of running sequences, which is filled anew as prompts are."""
         self._runner = runner
         self._budget = budget
+        self._recompute = recompute
         self._report = report
         self._lane = lane
         self._decode = decode
@@ -134,7 +144,7 @@ class DecodeLoop:
         self.pure = StepTotals()
         """Steps in which every row decodes."""
         self.mixed = StepTotals()
-        """Steps with prompt tokens in them."""
+        """Steps with tokens of prompts or of a recomputation in them."""
 
     def send(self, command: Command) -> None:
         """Hand over a command; any thread. Taken at the next step boundary."""
@@ -152,6 +162,7 @@ class DecodeLoop:
             decoded_tokens=pure.rows + mixed.rows,
             prefill_tokens=pure.prompt_tokens + mixed.prompt_tokens,
             busy_slot_steps=pure.occupied + mixed.occupied,
+            recomputed_tokens=pure.recomputed_tokens + mixed.recomputed_tokens,
         )
 
     def contexts(self) -> list[int]:
@@ -191,6 +202,9 @@ class DecodeLoop:
                 self._lane.enter("swap")
                 start = time.perf_counter()
                 apply()
+                if self._recompute and version != self._version:
+                    for sequence in filter(None, self._slots):
+                        sequence.outdate()
                 self._version = version
                 self._events.append(Swapped(version, time.perf_counter() - start))
             case Close():
@@ -223,11 +237,8 @@ class DecodeLoop:
             return
         self._lane.enter(plan.phase)
         start = time.perf_counter()
-        assert self._version is not None
         for slot in plan.begins:
-            sequence = self._at(slot)
-            sequence.prompt_version = self._version
-            sequence.spans = SpanRecorder(self._version)
+            self._at(slot).prompt_version = self._version
         for copy in plan.copies:
             self._runner.copy_prompt(copy)
             self._at(copy.target).cached = copy.count
@@ -238,7 +249,8 @@ class DecodeLoop:
         totals.steps += 1
         totals.seconds += time.perf_counter() - start
         totals.rows += len(sampling)
-        totals.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
+        totals.prompt_tokens += plan.prefilled
+        totals.recomputed_tokens += plan.recomputed
         totals.finished_prompts += len(sampling) - len(plan.decode)
         totals.occupied += occupied
 
@@ -281,9 +293,8 @@ class DecodeLoop:
 
     def _append(self, slot: int, token: int, logprob: float) -> None:
         sequence = self._at(slot)
-        assert sequence.spans is not None
         assert self._version is not None
-        sequence.spans.note(len(sequence.tokens), self._version)
+        sequence.spans.note(len(sequence.tokens), self._version, sequence.prompt_version)
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         sampling = sequence.request.sampling

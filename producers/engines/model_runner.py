@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headrace.errors import ModelError
-from producers.engines.kv_pages import Ints, PagePool, PageTable
+from producers.engines.kv_pages import PAGE, Ints, PagePool, PageTable
 from producers.engines.sequences import Copy
 from producers.engines.slot_attention import NAME, Chunk, plan_attention, slot_attention, token_places
 
@@ -46,8 +46,8 @@ class ModelRunner:
     def copy_prompt(self, copy: Copy) -> None:
         """Give `copy.target` the pages of the first `copy.count` tokens of `copy.source`."""
         self.table.grow(copy.target, copy.count)
-        target = self.table.held(copy.target)
-        self._pool.copy(self.table.held(copy.source)[: len(target)], target)
+        pages = -(-copy.count // PAGE)
+        self._pool.copy(self.table.held(copy.source)[:pages], self.table.held(copy.target)[:pages])
 
     @torch.inference_mode()
     def forward(

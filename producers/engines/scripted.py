@@ -21,7 +21,7 @@ from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request
 from producers.engines.seeds import request_seed
-from producers.engines.spans import SpanRecorder
+from producers.engines.spans import SpanRecorder, recomputes
 from weightsync.manifest import Layout
 
 
@@ -33,7 +33,9 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     length: int = 0
     random: np.random.Generator | None = None
-    spans: SpanRecorder | None = None
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+    prompt_version: PolicyVersion | None = None
+    """The version that its keys and values would be of, were there a model."""
     slot_at: float = 0.0
 
 
@@ -54,14 +56,17 @@ class ScriptedEngine:
         length_mean: float = 16.0,
         length_sigma: float = 0.5,
         step_s: float = 0.0,
+        kv: str = "keep",
         seed: int = 0,
     ) -> None:
+        """`kv`: as in the torch engine, for spans and counters; it takes no time. Raises ConfigError."""
         self._slots = slots
         self._context_length = context_length
         self._vocabulary = vocabulary
         self._length_mean = length_mean
         self._length_sigma = length_sigma
         self._step_s = step_s
+        self._recompute = recomputes(kv)
         self._seed = seed
         self._version: PolicyVersion | None = None
         self._waiting: deque[_Sequence] = deque()
@@ -73,6 +78,7 @@ class ScriptedEngine:
         self._closed = False
         self._buffers: dict[Layout, npt.NDArray[np.uint8]] = {}
         self._decode_steps = self._decoded_tokens = self._prefill_tokens = self._busy_slot_steps = 0
+        self._recomputed_tokens = 0
         self.lane = Lane("engine", "wait_start")
 
     @property
@@ -115,7 +121,7 @@ class ScriptedEngine:
         sequence = self._open.get(request_id)
         if sequence is None:
             return None
-        return Progress(len(sequence.tokens), sequence.spans.oldest if sequence.spans is not None else None)
+        return Progress(len(sequence.tokens), sequence.spans.oldest)
 
     def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
         """Any layout fits: there is no model."""
@@ -125,6 +131,11 @@ class ScriptedEngine:
 
     async def commit(self, version: PolicyVersion) -> float:
         """Every await of the loop is a step boundary, so the swap takes no time."""
+        if self._recompute and version != self._version:
+            for sequence in self._running:
+                sequence.prompt_version = version
+                # The newest token is decoded in the next step, as it would be without a commit.
+                self._recomputed_tokens += len(sequence.request.prompt_ids_P) + max(0, len(sequence.tokens) - 1)
         self._version = version
         return 0.0
 
@@ -137,6 +148,7 @@ class ScriptedEngine:
             decoded_tokens=self._decoded_tokens,
             prefill_tokens=self._prefill_tokens,
             busy_slot_steps=self._busy_slot_steps,
+            recomputed_tokens=self._recomputed_tokens,
         )
 
     async def close(self) -> None:
@@ -187,7 +199,7 @@ class ScriptedEngine:
         drawn = max(1, round(random.lognormal(mean, self._length_sigma)))
         sequence.length = max(0, min(drawn, sampling.max_new_tokens, room))
         sequence.random = random
-        sequence.spans = SpanRecorder(self._version)
+        sequence.prompt_version = self._version
         sequence.slot_at = time.perf_counter()
 
     def _step(self) -> None:
@@ -201,8 +213,7 @@ class ScriptedEngine:
         for sequence in tuple(self._running):
             sampling = sequence.request.sampling
             assert sequence.random is not None
-            assert sequence.spans is not None
-            sequence.spans.note(len(sequence.tokens), self._version)
+            sequence.spans.note(len(sequence.tokens), self._version, sequence.prompt_version)
             token = int(sequence.random.integers(self._vocabulary))
             ends = len(sequence.tokens) + 1 == sequence.length
             cut = sequence.length in (
@@ -229,7 +240,7 @@ class ScriptedEngine:
                 request_id=sequence.request.request_id,
                 token_ids_N=np.array(sequence.tokens, np.int32),
                 logprobs_N=np.full(count, -math.log(self._vocabulary), np.float32),
-                spans=sequence.spans.close(count) if sequence.spans is not None else (),
+                spans=sequence.spans.close(count),
                 finish_reason=reason,
                 queue_s=slot_at - sequence.asked_at,
                 decode_s=now - slot_at,

@@ -34,8 +34,10 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_version: PolicyVersion | None = None
-    """The version under which its prompt began to enter the cache."""
-    spans: SpanRecorder | None = None
+    """The version under which its prompt began to enter the cache, the last time that it did."""
+    outdated: int = 0
+    """Leading tokens that were in the cache when a commit emptied it."""
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
     prompt_key: bytes = b""
 
     @property
@@ -46,6 +48,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens that are not in the cache yet; one while decoding."""
         return self.prompt + len(self.tokens) - self.cached
+
+    def outdate(self) -> None:
+        """Its keys and values are to be computed anew, into the pages that it has."""
+        self.outdated = max(self.outdated, self.cached)
+        self.cached = 0
 
     def token_ids(self, start: int, count: int) -> Ints:
         """Tokens `start` to `start + count`, prompt and sampled ones in one row."""
@@ -58,8 +65,7 @@ class Sequence:
 
     def progress(self) -> Progress:
         """Any thread may ask: a token's version is noted before the token is there."""
-        sampled = len(self.tokens)
-        return Progress(sampled, self.spans.oldest if self.spans is not None else None)
+        return Progress(len(self.tokens), self.spans.oldest)
 
     def complete(self, reason: FinishReason, now: float) -> Completion:
         """What its `generate` returns. `now` in seconds of the same clock as `asked_at`."""
@@ -68,7 +74,7 @@ class Sequence:
             request_id=self.request.request_id,
             token_ids_N=np.array(self.tokens, np.int32),
             logprobs_N=np.array(self.logprobs, np.float32),
-            spans=self.spans.close(len(self.tokens)) if self.spans is not None else (),
+            spans=self.spans.close(len(self.tokens)),
             finish_reason=reason,
             queue_s=slot_at - self.asked_at,
             decode_s=now - slot_at,
@@ -77,7 +83,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The prompt's pages of slot `source` are copied to slot `target`: all but its last token, which is decoded."""
+    """The prompt's pages of slot `source` are copied to slot `target`: all but its last token, which is computed."""
 
     source: int
     target: int
@@ -87,12 +93,16 @@ class Copy:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     copies: tuple[Copy, ...]
-    """Done before the step; their targets decode in it."""
+    """Done before the step; their targets go on in it."""
     decode: tuple[int, ...]
     """Slots with one new token each."""
     chunks: tuple[Chunk, ...]
     begins: tuple[int, ...]
     """Slots whose prompt begins to enter the cache in this step, by a copy or a chunk."""
+    prefilled: int
+    """Prompt tokens of the chunks that were never in the cache."""
+    recomputed: int
+    """Tokens of the chunks that were, before a commit emptied it."""
 
     @property
     def empty(self) -> bool:
@@ -100,19 +110,21 @@ class StepPlan:
 
     @property
     def phase(self) -> str:
-        """What the step is in the books: "prefill" where nothing decodes, "mixed" where prompts ride along."""
-        if not self.decode:
-            return "prefill"
-        return "mixed" if self.chunks else "decode"
+        """What the step is in the books: "prefill" or "recompute" where nothing decodes, "mixed" where both are."""
+        if self.decode:
+            return "mixed" if self.chunks else "decode"
+        return "recompute" if self.recomputed else "prefill"
 
 
 def plan_step(slots: Listed[Sequence | None], version: PolicyVersion, budget: int) -> StepPlan:
-    """What the next step computes: one token for each slot that decodes, and up to `budget` prompt tokens.
+    """What the next step computes: one token for each slot that decodes, and up to `budget` tokens of the others.
 
-    Prompts are served in order of arrival. One that another slot holds under this version is copied; one that
-    another slot is just prefilling under it waits for the copy. So a group's prompt is computed once.
+    Sequences are served in order of arrival, be it that their prompt is new or that a commit emptied their cache. A
+    prompt that another slot holds under this version is copied; one that another slot is just computing under it waits
+    for the copy. So a group's prompt is computed once.
     """
     copies, decode, chunks, begins = [], [], [], []
+    prefilled = recomputed = 0
     prompts: dict[bytes, int] = {}
     """Prompts that are, or are just being, computed under this version, and where."""
     for slot, sequence in enumerate(slots):
@@ -120,23 +132,31 @@ def plan_step(slots: Listed[Sequence | None], version: PolicyVersion, budget: in
             prompts.setdefault(sequence.prompt_key, slot)
     occupied = [(sequence, slot) for slot, sequence in enumerate(slots) if sequence is not None]
     for sequence, slot in sorted(occupied, key=lambda pair: pair[0].ticket):
-        source = prompts.get(sequence.prompt_key) if sequence.cached == 0 and sequence.prompt > 1 else None
+        start = sequence.cached
+        source = prompts.get(sequence.prompt_key) if start == 0 and sequence.prompt > 1 else None
         if source is not None:
             holder = slots[source]
             assert holder is not None
-            if holder.cached >= sequence.prompt - 1:
-                copies.append(Copy(source, slot, sequence.prompt - 1))
-                begins.append(slot)
-                decode.append(slot)
-        elif sequence.pending == 1:
+            if holder.cached < sequence.prompt - 1:
+                continue
+            start = sequence.prompt - 1
+        pending = sequence.pending + sequence.cached - start
+        if pending == 1:
             decode.append(slot)
-            if sequence.cached == 0:
-                begins.append(slot)
         elif budget > 0:
-            count = min(sequence.pending, budget)
-            budget -= count
-            chunks.append(Chunk(slot, sequence.cached, count))
-            if sequence.cached == 0:
-                begins.append(slot)
-                prompts.setdefault(sequence.prompt_key, slot)
-    return StepPlan(tuple(copies), tuple(sorted(decode)), tuple(chunks), tuple(begins))
+            chunk = Chunk(slot, start, min(pending, budget))
+            budget -= chunk.count
+            chunks.append(chunk)
+            again = max(0, min(start + chunk.count, sequence.outdated) - start)
+            recomputed += again
+            prefilled += max(0, min(start + chunk.count, sequence.prompt) - start - again)
+        else:
+            continue
+        if source is not None:
+            copies.append(Copy(source, slot, start))
+        if sequence.cached == 0:
+            begins.append(slot)
+            prompts.setdefault(sequence.prompt_key, slot)
+    return StepPlan(
+        tuple(copies), tuple(sorted(decode)), tuple(chunks), tuple(begins), prefilled=prefilled, recomputed=recomputed
+    )

@@ -25,6 +25,7 @@ from producers.engines.api import Completion, EngineStats, Progress, Request
 from producers.engines.decode_loop import Abort, Close, DecodeLoop, Finished, Submit, Swap, Swapped
 from producers.engines.seeds import request_seed
 from producers.engines.sequences import Sequence
+from producers.engines.spans import recomputes
 from producers.engines.stops import Decode
 from producers.engines.weights import EngineWeights
 from weightsync.manifest import Layout
@@ -50,9 +51,15 @@ class TorchEngine:
         threads: int = 1,
         seed: int = 0,
         prefill_budget: int = 256,
+        kv: str = "keep",
         decode: Decode | None = None,
     ) -> None:
-        """`prefill_budget`: prompt tokens of one step at most. `decode`: token ids to text, for stop strings."""
+        """`prefill_budget`: tokens of one step at most, beside the one of each sequence that decodes. `kv`: whether a
+        commit has running sequences "keep" their keys and values or "recompute" them. `decode`: token ids to text,
+        for stop strings.
+
+        Raises ModelError or ConfigError for an option out of range.
+        """
         if prefill_budget < 1:
             raise ModelError(f"producer.engine_options.prefill_budget = {prefill_budget} must be at least 1")
         self._folder = folder
@@ -63,6 +70,7 @@ class TorchEngine:
         self._threads = threads
         self._seed = seed
         self._budget = prefill_budget
+        self._recompute = recomputes(kv)
         self._decode = decode
         self._version: PolicyVersion | None = None
         self._tickets = itertools.count()
@@ -125,14 +133,18 @@ class TorchEngine:
     async def commit(self, version: PolicyVersion) -> float:
         async with self._committing:
             self._check_running()
-            swap = Swap(version, lambda: None)
-            if self._weights.staged:
-                prepared = await asyncio.to_thread(self._weights.prepare)
-                swap = Swap(version, lambda: self._weights.swap(prepared))
-            self._swap = self._event_loop.create_future()
-            self._check_running()
-            self.loop.send(swap)
-            return await self._swap
+            if not self._weights.staged:
+                return await self._swapped(Swap(version, lambda: None))
+            prepared = await asyncio.to_thread(self._weights.prepare)
+            seconds = await self._swapped(Swap(version, lambda: self._weights.swap(prepared)))
+            await asyncio.to_thread(prepared.free)
+            return seconds
+
+    async def _swapped(self, swap: Swap) -> float:
+        self._check_running()
+        self._swap = self._event_loop.create_future()
+        self.loop.send(swap)
+        return await self._swap
 
     def stats(self) -> EngineStats:
         return self.loop.stats()
@@ -165,6 +177,7 @@ class TorchEngine:
             self._runner,
             slots=self._slots,
             budget=self._budget,
+            recompute=self._recompute,
             report=self._report,
             lane=self.lane,
             decode=self._decode,

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +26,11 @@ VOCABULARY = 96
 SLOTS = 3
 
 
-def scripted(folder: Path) -> Engine:
+def scripted(folder: Path, **options: object) -> Engine:
     config = Config.model_validate(
         {
             "model": {"context_length": 64},
-            "producer": {"slots": SLOTS, "engine_options": {"vocabulary": VOCABULARY, "length_mean": 400.0}},
+            "producer": {"slots": SLOTS, "engine_options": {"vocabulary": VOCABULARY, "length_mean": 400.0, **options}},
             "trainer": {"group_size": 2},
             "sampling": {"max_new_tokens": 8},
         }
@@ -37,12 +38,12 @@ def scripted(folder: Path) -> Engine:
     return build_engine("scripted", config, folder, seed=5)
 
 
-def embedded(folder: Path) -> Engine:
+def embedded(folder: Path, **options: Any) -> Engine:
     tiny_llama(vocab_size=VOCABULARY, initializer_range=0.2).save_pretrained(folder)
-    return TorchEngine(folder, slots=SLOTS, context_length=64, dtype="float32", device="cpu", seed=5)
+    return TorchEngine(folder, slots=SLOTS, context_length=64, dtype="float32", device="cpu", seed=5, **options)
 
 
-ENGINES: dict[str, Callable[[Path], Engine]] = {"scripted": scripted, "torch": embedded}
+ENGINES: dict[str, Callable[..., Engine]] = {"scripted": scripted, "torch": embedded}
 
 
 @pytest_asyncio.fixture(params=sorted(ENGINES))
@@ -191,6 +192,39 @@ async def test_a_commit_in_the_middle_splits_the_spans(engine: Engine) -> None:
     assert done.spans[0].start == 0
     assert 0 < done.spans[0].end == done.spans[1].start < done.spans[1].end == 55
     assert [(span.version, span.kv) for span in new.spans] == [(SECOND, "fresh")]
+
+
+@pytest.mark.parametrize("name", sorted(ENGINES))
+async def test_a_commit_may_have_keys_and_values_recomputed(name: str, tmp_path: Path) -> None:
+    engine = ENGINES[name](tmp_path, kv="recompute")
+    await engine.start()
+    await engine.commit(FIRST)
+    old = asyncio.create_task(engine.generate(ask("a", max_new_tokens=55)))
+    await until(lambda: engine.stats().decode_steps >= 3, "three decode steps")
+    await engine.commit(FIRST)  # nothing new: nothing is outdated
+    await engine.commit(SECOND)
+    done = await old
+    assert [(span.version, span.kv) for span in done.spans] == [(FIRST, "fresh"), (SECOND, "fresh")]
+    assert 0 < done.spans[0].end == done.spans[1].start < done.spans[1].end == 55
+    stats = engine.stats()
+    # All but the newest token, which would have been decoded anyway.
+    assert (stats.prefill_tokens, stats.recomputed_tokens) == (5, 5 + done.spans[0].end - 1)
+    assert stats.decoded_tokens == 55
+    await engine.close()
+
+
+async def test_a_commit_keeps_keys_and_values_by_default(engine: Engine) -> None:
+    done = asyncio.create_task(engine.generate(ask("a", max_new_tokens=55)))
+    await until(lambda: engine.stats().decode_steps >= 3, "three decode steps")
+    await engine.commit(SECOND)
+    await done
+    assert (engine.stats().prefill_tokens, engine.stats().recomputed_tokens) == (5, 0)
+
+
+@pytest.mark.parametrize("name", sorted(ENGINES))
+def test_what_becomes_of_the_cache_is_one_of_two(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='kv = \'drop\' is not known; set it to "keep" or "recompute"'):
+        ENGINES[name](tmp_path, kv="drop")
 
 
 async def test_close_ends_everything_with_abort(engine: Engine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from producers.engines.slot_attention import Chunk
 from producers.engines.spans import SpanRecorder
 from producers.engines.stops import completes_stop
 
-V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
+V1, V2, V3 = PolicyVersion(1, 1), PolicyVersion(1, 2), PolicyVersion(1, 3)
 
 
 def sequence(
@@ -72,6 +74,61 @@ def test_a_prompt_of_an_older_version_is_not_copied() -> None:
     assert plan.chunks == (Chunk(1, 0, 4),)
 
 
+def outdated(ticket: int, prompt: int | list[int], *, cached: int, sampled: int = 0) -> Sequence:
+    """A sequence whose cache a commit has just emptied."""
+    made = sequence(ticket, prompt, cached=cached, sampled=sampled, version=V1)
+    made.outdate()
+    return made
+
+
+def test_an_emptied_cache_is_filled_within_the_budget_in_order_of_arrival() -> None:
+    slots = [sequence(8, 5), outdated(2, 6, cached=8, sampled=3), outdated(3, 6, cached=9, sampled=4)]
+    plan = plan_step(slots, V2, budget=12)
+    assert plan.chunks == (Chunk(1, 0, 9), Chunk(2, 0, 3))
+    assert plan.begins == (1, 2)
+    assert (plan.decode, plan.phase) == ((), "recompute")
+    # The newest token of slot 1 was never in the cache: it is computed for the first time, and no prompt token.
+    assert (plan.recomputed, plan.prefilled) == (8 + 3, 0)
+    slots[1].cached, slots[2].cached = 9, 3
+    slots[1].tokens.append(9)
+    slots[1].prompt_version = slots[2].prompt_version = V2
+    plan = plan_step(slots, V2, budget=12)
+    assert (plan.decode, plan.chunks, plan.begins, plan.phase) == (
+        (1,),
+        (Chunk(2, 3, 7), Chunk(0, 0, 5)),
+        (0,),
+        "mixed",
+    )
+    assert (plan.recomputed, plan.prefilled) == (6, 5)
+
+
+def test_a_prompt_that_was_only_begun_counts_as_computed_again_up_to_there() -> None:
+    one = outdated(1, 10, cached=6)
+    plan = plan_step([one], V2, budget=8)
+    assert (plan.chunks, plan.recomputed, plan.prefilled) == ((Chunk(0, 0, 8),), 6, 2)
+    one.cached = 4  # another commit comes before the recomputation is through
+    one.outdate()
+    assert plan_step([one], V2, budget=8).recomputed == 6
+    assert plan_step([sequence(1, 10)], V2, budget=8).recomputed == 0
+
+
+def test_a_groups_prompt_is_recomputed_once() -> None:
+    prompt = [5, 6, 7, 8]
+    first, second, third = (outdated(ticket, prompt, cached=6, sampled=3) for ticket in range(3))
+    plan = plan_step([first, second, third], V2, budget=100)
+    assert (plan.copies, plan.chunks) == ((), (Chunk(0, 0, 7),))
+    first.cached, first.prompt_version = 7, V2
+    first.tokens.append(9)
+    plan = plan_step([None, second, third, first], V2, budget=6)
+    assert plan.copies == (Copy(3, 1, 3), Copy(3, 2, 3))
+    assert plan.chunks == (Chunk(1, 3, 4), Chunk(2, 3, 2))
+    assert plan.begins == (1, 2)
+    assert (plan.recomputed, plan.prefilled) == (3 + 2, 0)
+    # Without budget for what follows it, a prompt is not copied.
+    plan = plan_step([None, second, third, first], V2, budget=4)
+    assert (plan.copies, plan.chunks, plan.begins) == ((Copy(3, 1, 3),), (Chunk(1, 3, 4),), (1,))
+
+
 def test_a_single_token_prompt_just_decodes() -> None:
     plan = plan_step([sequence(0, [3]), sequence(1, [3])], V1, budget=100)
     assert (plan.decode, plan.chunks, plan.copies, plan.begins) == ((0, 1), (), (), (0, 1))
@@ -85,20 +142,27 @@ def test_every_occupied_slot_moves_or_waits_for_a_reason(data: st.DataObject) ->
     for ticket in range(count):
         prompt = data.draw(st.sampled_from([[1, 2, 3], [4, 5, 6, 7], [8]]))
         cached = data.draw(st.integers(0, len(prompt)))
-        slots.append(
-            sequence(ticket, prompt, cached=cached, sampled=int(cached == len(prompt)), version=V1 if cached else None)
-        )
+        sampled = data.draw(st.integers(1, 4)) if cached == len(prompt) else 0
+        one = sequence(ticket, prompt, cached=cached + max(0, sampled - 1), sampled=sampled, version=V1)
+        if data.draw(st.booleans()):
+            one.outdate()
+        slots.append(one)
     plan = plan_step(slots, V1, budget)
     moving = [*plan.decode, *(chunk.slot for chunk in plan.chunks)]
     assert len(moving) == len(set(moving))
     assert sum(chunk.count for chunk in plan.chunks) <= budget
     assert not plan.empty
-    assert {copy.target for copy in plan.copies} <= set(plan.decode)
     copied = {copy.target: copy.count for copy in plan.copies}
-    for slot in plan.decode:
+    assert set(copied) <= set(moving)
+    for slot, start, new in [*((slot, None, 1) for slot in plan.decode), *map(astuple, plan.chunks)]:
         one = slots[slot]
         assert one is not None
-        assert one.pending == 1 or copied[slot] == one.prompt - 1
+        assert copied.get(slot, one.prompt - 1) == one.prompt - 1
+        here = copied.get(slot, one.cached)
+        assert start in (None, here)
+        assert here + new <= one.prompt + len(one.tokens)
+        assert start is not None or here + 1 == one.prompt + len(one.tokens)
+    assert 0 <= plan.recomputed + plan.prefilled <= sum(chunk.count for chunk in plan.chunks)
     assert set(plan.begins) == {slot for slot in moving if slots[slot] and slots[slot].cached == 0}  # type: ignore[union-attr]
 
 
@@ -131,14 +195,13 @@ def test_pages_belong_to_one_slot_and_come_lowest_first(steps: list[tuple[int, i
 
 
 def test_spans_follow_the_versions() -> None:
-    spans = SpanRecorder(V1)
+    spans = SpanRecorder()
     assert spans.close(0) == ()
-    for position, version in enumerate([V1, V1, V2]):
-        spans.note(position, version)
-    assert [(one.start, one.end, one.version, one.kv) for one in spans.close(3)] == [
-        (0, 2, V1, "fresh"),
-        (2, 3, V2, "kept"),
-    ]
+    assert spans.oldest is None
+    for position, (version, cache) in enumerate([(V1, V1), (V1, V1), (V2, V1), (V3, V3)]):
+        spans.note(position, version, cache)
+    assert spans.oldest == V1
+    assert spans.close(4) == ((0, 2, V1, "fresh"), (2, 3, V2, "kept"), (3, 4, V3, "fresh"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,13 @@ from headrace.policy.sampling import RowSettings, behaviour_logprobs
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, Engine, Request, SamplingParams
 from producers.engines.registry import build_engine
+from producers.engines.slot_attention import Chunk
 from producers.engines.torch_engine import TorchEngine
+from tests.support import wait_until
 from weightsync.manifest import Layout
 
 FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
+CLOSE = 2e-3
 LETTERS = [chr(code) for code in range(0x21, 0x21 + 60)]
 
 
@@ -83,12 +87,12 @@ def ask(name: str, prompt: int = 20, **sampling: Any) -> Request:
     return Request(name, ids, SamplingParams(**{"max_new_tokens": 10, "seed": 1, **sampling}))
 
 
-def expected_logprobs(seed: int, request: Request, done: Completion) -> np.ndarray:
+def expected_logprobs(model: LlamaForCausalLM, request: Request, done: Completion) -> np.ndarray:
     """What transformers itself says of the sampled tokens."""
     ids = torch.tensor([[*request.prompt_ids_P.tolist(), *done.token_ids_N.tolist()]])
     sampling, count = request.sampling, len(done.token_ids_N)
     with torch.inference_mode():
-        logits = model(seed)(ids).logits[0, -count - 1 : -1]
+        logits = model(ids).logits[0, -count - 1 : -1]
     rows = RowSettings(
         np.full(count, sampling.temperature), np.full(count, sampling.top_p), np.full(count, sampling.top_k)
     )
@@ -102,7 +106,7 @@ async def test_logprobs_are_of_the_distribution_sampled_from(engine: TorchEngine
     done, *_ = await asyncio.gather(
         engine.generate(request), *(engine.generate(ask(f"b{i}", prompt=3 + 9 * i, seed=i)) for i in range(6))
     )
-    np.testing.assert_allclose(done.logprobs_N, expected_logprobs(0, request, done), atol=2e-3)
+    np.testing.assert_allclose(done.logprobs_N, expected_logprobs(model(0), request, done), atol=CLOSE)
 
 
 async def test_a_groups_prompt_is_computed_once(engine: TorchEngine) -> None:
@@ -139,7 +143,7 @@ async def test_a_version_staged_while_decoding_is_what_later_tokens_come_from(en
     request = ask("new", temperature=0.0)
     new = await engine.generate(request)
     assert {span.version for span in new.spans} == {SECOND}
-    reference = model(3).to(torch.bfloat16).float()
+    reference = published(3)
     ids = torch.tensor([request.prompt_ids_P.tolist()])
     with torch.inference_mode():
         for token in new.token_ids_N.tolist():
@@ -150,6 +154,80 @@ async def test_a_version_staged_while_decoding_is_what_later_tokens_come_from(en
     await engine.commit(PolicyVersion(1, 2))  # nothing staged: a new name for the same weights
     again = await engine.generate(replace(request, request_id="again"))
     assert again.token_ids_N.tolist() == new.token_ids_N.tolist()
+
+
+def published(seed: int) -> LlamaForCausalLM:
+    """What `stage` stages: parameters as they were on the wire, and buffers untouched."""
+    rounded = model(seed)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return rounded
+
+
+class HeldSteps:
+    """Stands before an engine's forward pass, notes the tokens of chunks, and holds the step numbered `held`."""
+
+    def __init__(self, engine: TorchEngine, held: int) -> None:
+        self.chunk_tokens: list[int] = []
+        self.reached, self.let_go = threading.Event(), threading.Event()
+        self._held = held
+        self._forward = engine._runner.forward
+        engine._runner.forward = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, slots_B: Any, lengths_B: Any, chunks: list[Chunk], *rest: Any) -> torch.Tensor:
+        self.chunk_tokens.append(sum(chunk.count for chunk in chunks))
+        if len(self.chunk_tokens) == self._held:
+            self.reached.set()
+            assert self.let_go.wait(60)
+        return self._forward(slots_B, lengths_B, chunks, *rest)
+
+
+async def commit_after(engine: TorchEngine, steps: int, requests: list[Request]) -> tuple[list[Completion], HeldSteps]:
+    """Completions of `requests`, with version SECOND (seed 3) committed when so many steps were made."""
+    held = HeldSteps(engine, steps)
+    calls = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await wait_until(held.reached.is_set, f"step {steps} is reached")
+    await stage(engine, seed=3)
+    before = engine._swap
+    committing = asyncio.create_task(engine.commit(SECOND))
+    await wait_until(lambda: engine._swap is not before, "the decode thread was told to swap")
+    held.let_go.set()
+    await committing
+    return await asyncio.gather(*calls), held
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_logprobs_after_a_commit_are_those_of_the_cache_that_was_asked_for(folder: Path, kv: str) -> None:
+    engine = await started(folder, kv=kv)
+    group = [ask(f"g{seed}", prompt=40, seed=seed, max_new_tokens=60) for seed in range(3)]
+    requests = [*group, ask("other", prompt=21, max_new_tokens=60)]
+    done, held = await commit_after(engine, 20, requests)
+    for request, one in zip(requests, done, strict=True):
+        (_, swapped, first, begun), (_, _, second, then) = one.spans
+        assert (first, begun, second, then) == (FIRST, "fresh", SECOND, "kept" if kv == "keep" else "fresh")
+        old, new = (expected_logprobs(reference, request, one) for reference in (model(0), published(3)))
+        np.testing.assert_allclose(one.logprobs_N[:swapped], old[:swapped], atol=CLOSE)
+        off = np.abs(one.logprobs_N[swapped:] - new[swapped:])
+        assert off.max() > 50 * CLOSE if kv == "keep" else off.max() < CLOSE
+    assert max(held.chunk_tokens) <= 16, "a recomputation keeps to the budget of a step"
+    stats, ends = engine.stats(), [one.spans[0].end for one in done]
+    # The group's prompt once, all but its last token copied to the others; of each, all but the newest token.
+    again = 40 + sum(ends[:3]) - 1 + 21 + ends[3] - 1
+    assert (stats.prefill_tokens, stats.recomputed_tokens) == (61, again if kv == "recompute" else 0)
+    assert stats.decoded_tokens == 240
+    assert ("recompute" in engine.lane.seconds()) == (kv == "recompute")
+    await engine.close()
+
+
+async def test_a_prompt_that_is_only_begun_is_begun_anew(folder: Path) -> None:
+    engine = await started(folder, kv="recompute")
+    request = ask("a", prompt=40)
+    (done,), held = await commit_after(engine, 2, [request])
+    assert done.spans == ((0, 10, SECOND, "fresh"),)
+    np.testing.assert_allclose(done.logprobs_N, expected_logprobs(published(3), request, done), atol=CLOSE)
+    assert (engine.stats().prefill_tokens, engine.stats().recomputed_tokens) == (40, 32)
+    assert held.chunk_tokens[:5] == [16, 16, 16, 16, 8]
+    await engine.close()
 
 
 async def test_another_models_layout_is_refused(engine: TorchEngine) -> None:

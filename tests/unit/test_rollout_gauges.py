@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from broker.messages import Group
 from headrace.errors import ServiceError
 from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
+from headrace.version import PolicyVersion
+from producers.engines.api import Request, SamplingParams
 from producers.engines.scripted import ScriptedEngine
 from producers.gauges import Gauges, wasted
 from tests.support import make_group, make_task
@@ -80,6 +83,25 @@ def test_what_is_in_no_trajectory_is_wasted(group: Group, expected: int) -> None
     assert wasted(group, "published", 20) == expected
     assert wasted(group, "superseded", 20) == 20
     assert np.sum(GROUP.trajectories[0].loss_mask_T) == 6
+
+
+async def test_tokens_of_the_engine_are_told_by_how_they_were_computed() -> None:
+    engine, metrics = ScriptedEngine(length_sigma=0, length_mean=40, kv="recompute"), Metrics("r", "p1")
+    told = Gauges(engine, metrics, None)
+    names = ("decoded_tokens", "prefill_tokens", "recomputed_tokens")
+    assert [told.heartbeat(0.0, "")[name] for name in names] == [0, 0, 0]
+    await engine.start()
+    await engine.commit(PolicyVersion(1, 0))
+    done = asyncio.create_task(engine.generate(Request("a", np.arange(9, dtype=np.int32), SamplingParams(40))))
+    while engine.stats().decoded_tokens < 3:  # noqa: ASYNC110 - an engine wakes nobody between two tokens
+        await asyncio.sleep(0)
+    await engine.commit(PolicyVersion(1, 1))
+    told.heartbeat(0.0, "")
+    swapped = (await done).spans[1].start
+    said = told.heartbeat(0.0, "")
+    assert [said[name] for name in names] == [40, 9, 9 + swapped - 1]
+    assert [counts(metrics, f"{name}_total")[""] for name in names] == [said[name] for name in names]
+    await engine.close()
 
 
 def test_an_outage_is_told_once_and_counted(tmp_path: Path) -> None:
