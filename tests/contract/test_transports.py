@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +12,57 @@ import pytest
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, Bytes, SegmentName
-from weightsync.digests import BLOCK_BYTES, Pace, digests_of
-from weightsync.manifest import Layout, Manifest
-from weightsync.transports.api import Transport, Unavailable
+from weightsync.arena import Arena, SegmentName
+from weightsync.digests import Pace, digest_of, digests_of
+from weightsync.manifest import Layout, Manifest, Part
+from weightsync.placement import Bytes, Placement, chunk_bounds
+from weightsync.transports import shm
+from weightsync.transports.api import Source, Transport, Unavailable
 from weightsync.transports.memory import MemoryTransport
 from weightsync.transports.shm import ShmTransport
 
-LAYOUT = Layout.of([("a", "float32", (BLOCK_BYTES // 4 + 100,)), ("b", "bfloat16", (33,))])
-CONTENT = np.random.default_rng(5).integers(0, 256, LAYOUT.nbytes, dtype=np.uint8)
+VERSION = PolicyVersion(1, 1)
+SHAPES = [("a", "float32", (301, 100)), ("b", "bfloat16", (33,)), ("c", "float32", ())]
+WHOLE, HALVES = (Layout.of(SHAPES, parts, chunk_bytes=1 << 14) for parts in (1, 2))
+
+
+def content_of(layout: Layout, part: int) -> Bytes:
+    """Zeros between tensors, as in every segment."""
+    content = np.random.default_rng(5).integers(1, 256, layout.part_nbytes(part), dtype=np.uint8)
+    used = np.zeros(layout.nbytes, np.uint8)
+    for tensor in layout.tensors:
+        used[tensor.offset : tensor.end] = 1
+    at = 0
+    for chunk in range(layout.chunks(part)):
+        for view in Placement(layout, part, used).views(chunk):
+            content[at : at + len(view)] *= np.frombuffer(view, np.uint8)
+            at += len(view)
+    return content
+
+
+def manifest(segment: str, layout: Layout = WHOLE, *, sealed: bool = True, host: str = "here") -> Manifest:
+    """Whose parts all lie in this segment."""
+    parts = []
+    for part in range(layout.parts):
+        content, bounds = content_of(layout, part).data, chunk_bounds(layout, part)
+        digests = tuple(digest_of([content[start:end]]) for start, end in bounds) if sealed else ()
+        parts.append(Part(host, segment, digests))
+    return Manifest(VERSION, layout, tuple(parts), sealed, "run", 0.0)
 
 
 @dataclass
 class Place:
-    """A transport, and how bytes come to where it looks, and go."""
+    """A transport, and how the bytes of a part come to where it looks, and go."""
 
     transport: Transport
-    put: Callable[[Bytes], str]
+    put: Callable[[Bytes, Layout, int], str]
     free: Callable[[str], object]
+
+    async def opened(self, layout: Layout = WHOLE, part: int = 0) -> Source:
+        segment = self.put(content_of(layout, part), layout, part)
+        source = await self.transport.open(manifest(segment, layout), part)
+        assert not isinstance(source, Unavailable)
+        return source
 
 
 @pytest.fixture(params=["shm", "memory"])
@@ -36,16 +70,17 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "memory":
         store: dict[str, Bytes] = {}
 
-        def keep(data: Bytes) -> str:
-            store["segment"] = data.copy()
+        def keep(content: Bytes, layout: Layout, part: int) -> str:
+            store["segment"] = content.copy()
             return "segment"
 
         return Place(MemoryTransport(store), keep, store.pop)
     arena = Arena(tmp_path)
 
-    def create(data: Bytes) -> str:
-        segment = arena.create("run", PolicyVersion(1, 1), data.nbytes)
-        segment.data[:] = data.data
+    def create(content: Bytes, layout: Layout, part: int) -> str:
+        segment = arena.create("run", VERSION, layout, part)
+        segment.data[:] = content.data
+        segment.grow([b"0" * 16] * layout.chunks(part))
         segment.seal()
         return segment.name
 
@@ -57,58 +92,86 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(ShmTransport("here", arena), create, unlink)
 
 
-def manifest(segment: str, host: str = "here") -> Manifest:
-    return Manifest(PolicyVersion(1, 1), LAYOUT, digests_of(LAYOUT, CONTENT), host, segment, True, "run", 0.0)
-
-
-async def test_fetched_ranges_are_there_and_nothing_else_is_touched(place: Place) -> None:
-    source = await place.transport.open(manifest(place.put(CONTENT)))
-    assert not isinstance(source, Unavailable)
-    out = np.zeros_like(CONTENT)
-    ranges = [(3, 70), (100, 100), (BLOCK_BYTES - 5, BLOCK_BYTES + 9), (LAYOUT.nbytes - 1, LAYOUT.nbytes)]
-    assert await source.fetch(ranges, out, Pace()) is None
-    expected = np.zeros_like(CONTENT)
-    for start, end in ranges:
-        expected[start:end] = CONTENT[start:end]
-    assert np.array_equal(out, expected)
-    await source.close()
-
-
-async def test_whole_version_has_the_manifests_digests(place: Place) -> None:
-    source = await place.transport.open(manifest(place.put(CONTENT)))
-    assert not isinstance(source, Unavailable)
-    out = np.zeros_like(CONTENT)
-    assert await source.fetch([(0, LAYOUT.nbytes)], out, Pace(0.9)) is None
-    assert digests_of(LAYOUT, out) == digests_of(LAYOUT, CONTENT)
+@pytest.mark.parametrize(("layout", "part"), [(WHOLE, 0), (HALVES, 0), (HALVES, 1)], ids=["whole", "first", "second"])
+async def test_fetched_chunks_are_in_their_places_and_nothing_else_is_touched(
+    place: Place, layout: Layout, part: int
+) -> None:
+    source = await place.opened(layout, part)
+    digests = manifest("", layout).parts[part].digests
+    out, expected = np.full((2, layout.nbytes), 7, np.uint8)
+    came, placement = Placement(layout, part, out), Placement(layout, part, expected)
+    content = content_of(layout, part)
+    for chunks in (range(1, 3), range(len(digests) - 1, len(digests)), range(1)):
+        assert await source.fetch(chunks, came, Pace(0.9)) == [*digests[chunks.start : chunks.stop]]
+        for chunk in chunks:
+            at = placement.bounds[chunk][0]
+            for view in placement.views(chunk):
+                view[:] = content[at : at + len(view)].data
+                at += len(view)
+        assert np.array_equal(out, expected)
     await source.close()
     await source.close()
+
+
+async def test_parts_together_are_the_version(place: Place) -> None:
+    out = np.zeros(HALVES.nbytes, np.uint8)
+    for part, theirs in enumerate(manifest("", HALVES).parts):
+        source = await place.opened(HALVES, part)
+        chunks = range(len(theirs.digests))
+        assert await source.fetch(chunks, Placement(HALVES, part, out), Pace()) == [*theirs.digests]
+        await source.close()
+        assert digests_of(HALVES, part, out) == theirs.digests
+    assert all(out[tensor.offset : tensor.end].all() for tensor in HALVES.tensors)
 
 
 async def test_opened_version_outlives_its_freeing(place: Place) -> None:
-    segment = place.put(CONTENT)
-    source = await place.transport.open(manifest(segment))
+    content, digests = content_of(WHOLE, 0), manifest("").parts[0].digests
+    segment = place.put(content, WHOLE, 0)
+    source = await place.transport.open(manifest(segment), 0)
     assert not isinstance(source, Unavailable)
     place.free(segment)
-    out = np.zeros_like(CONTENT)
-    assert await source.fetch([(0, LAYOUT.nbytes)], out, Pace()) is None
-    assert np.array_equal(out, CONTENT)
+    out = np.zeros(WHOLE.nbytes, np.uint8)
+    assert await source.fetch(range(len(digests)), Placement(WHOLE, 0, out), Pace()) == [*digests]
+    assert np.array_equal(out, content)
     await source.close()
 
 
 async def test_freed_version_is_unavailable_with_a_reason(place: Place) -> None:
-    segment = place.put(CONTENT)
+    segment = place.put(content_of(WHOLE, 0), WHOLE, 0)
     place.free(segment)
-    source = await place.transport.open(manifest(segment))
+    source = await place.transport.open(manifest(segment), 0)
     assert isinstance(source, Unavailable)
     assert "gone" in source.reason
 
 
 async def test_version_of_another_size_is_unavailable_with_a_reason(place: Place) -> None:
-    source = await place.transport.open(manifest(place.put(CONTENT[:-64])))
+    smaller = Layout.of([("a", "float32", (30, 100))])
+    source = await place.transport.open(manifest(place.put(content_of(smaller, 0), smaller, 0)), 0)
     assert isinstance(source, Unavailable)
-    assert f"has {LAYOUT.nbytes - 64} bytes" in source.reason
+    assert " has " in source.reason
 
 
 async def test_shm_refuses_a_version_of_another_host(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="lies on host 'there', this is 'here'"):
-        await ShmTransport("here", Arena(tmp_path)).open(manifest("segment", host="there"))
+        await ShmTransport("here", Arena(tmp_path)).open(manifest("segment", host="there"), 0)
+
+
+async def test_shm_brings_what_its_trainer_has_made_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, digests = Arena(tmp_path), [*manifest("").parts[0].digests]
+    segment = arena.create("run", VERSION, WHOLE)
+    source = await ShmTransport("here", arena).open(manifest(segment.name, sealed=False), 0)
+    assert not isinstance(source, Unavailable)
+    out = np.zeros(WHOLE.nbytes, np.uint8)
+    placement, chunks = Placement(WHOLE, 0, out), range(len(digests))
+    monkeypatch.setattr(shm, "WAIT_S", 0.02)
+    assert await source.fetch(chunks, placement, Pace()) == []
+    segment.data[:] = content_of(WHOLE, 0).data
+    segment.grow(digests[:2])
+    assert await source.fetch(chunks, placement, Pace()) == digests[:2]
+    assert await source.fetch(chunks[2:], placement, Pace()) == []
+    monkeypatch.setattr(shm, "WAIT_S", 60.0)
+    waiting = asyncio.create_task(source.fetch(chunks[2:], placement, Pace()))
+    segment.grow(digests[2:])
+    assert await waiting == digests[2:]
+    assert np.array_equal(out, content_of(WHOLE, 0))
+    await source.close()
