@@ -1,0 +1,1 @@
+"""How weight bytes travel between hosts: plain sockets and threads, one server per host."""

@@ -1,0 +1,173 @@
+"""One part of a version, chunk after chunk, from whoever has it. Blocking.
+
+Wait graph. A fetch waits for the network only, and gives up each wait: a connection after `connect_s`, a proof after
+HANDSHAKE_S, the next byte after `stall_s` (a server says "not yet" within a second). Then the next parent is tried;
+when there is none the origin is asked for others, `ASKS` times, and then the fetch returns without a chunk. `cancel`
+ends each of these waits at once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from headrace.errors import WireError
+from weightsync.bulk.client import Cancellation, Connection
+from weightsync.bulk.frames import Get, Header, Status, header_fault
+from weightsync.bulk.parents import Downloads, Parents
+from weightsync.digests import Pace
+from weightsync.manifest import Manifest
+from weightsync.placement import Placement
+from weightsync.transports.api import Base, Unavailable
+
+ROUND_S = 1.0
+"""A fetch that has a chunk returns after this time."""
+LAG_S = 5.0
+"""A relay that has not had the next chunk for so long counts as failed."""
+AGAIN_S = 0.05
+"""Rest of a fetch that found nobody, so that asking again at once is harmless."""
+
+
+class Download:
+    """For one thread at a time; `cancel` is for any."""
+
+    def __init__(self, shared: Downloads, manifest: Manifest, part: int, base: Base | None) -> None:
+        self._shared = shared
+        self._manifest = manifest
+        self._part = part
+        self._base = base
+        self._expected = manifest.parts[part].digests if manifest.sealed else None
+        self._cancellation = Cancellation()
+        self._parents = Parents(shared, manifest.version, part, manifest.parts[part].host, self._cancellation)
+        self._parent: Connection | None = None
+        self._next: int | None = None
+        """The chunk that the parent sends next; None where it was not asked for any."""
+        self._end = 0
+        """Of the chunks that it was asked for."""
+        self._after = 0
+        """Where the fetch before ended."""
+        self._ended = time.monotonic()
+        """When the fetch before ended."""
+        self._dropped = False
+        """Whether the parent may have dropped us since nobody read."""
+        self._lagging: float | None = None
+        """Since when the parent has not had the next chunk."""
+        self._left = set(range(manifest.layout.chunks(part)))
+
+    def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
+        """As `Source.fetch`."""
+        self._cancellation.clear()
+        self._parents.begin(self._parent.address if self._parent else "")
+        # Who reads on gets what comes next without asking each time.
+        end = len(out.bounds) if chunks.start == self._after else chunks.stop
+        now = time.monotonic()
+        until, self._dropped = now + ROUND_S, now - self._ended > self._shared.stall_s / 2
+        digests: list[bytes] = []
+        while len(digests) < len(chunks) and (not digests or time.monotonic() < until):
+            digest = self._chunk(chunks.start + len(digests), end, out, pace)
+            if digest is None:
+                break
+            digests.append(digest)
+        self._ended, self._after = time.monotonic(), chunks.start + len(digests)
+        self._left.difference_update(range(chunks.start, self._after))
+        reason = None if digests else self._parents.nothing()
+        return digests if reason is None else Unavailable(reason)
+
+    def cancel(self) -> None:
+        """The fetch under way returns soon; what it had to fill is undefined."""
+        self._cancellation.ask()
+
+    def close(self) -> None:
+        """No fetch is under way."""
+        if self._parent is not None:
+            self._let_go()
+        self._cancellation.clear()
+        self._parents.done(holds=not self._left)
+
+    def _chunk(self, at: int, end: int, out: Placement, pace: Pace) -> bytes | None:
+        """The digest of the chunk, once it is in its place; None when nobody has it now."""
+        while not self._cancellation.asked:
+            parent = self._parent or self._parents.next()
+            if parent is None:
+                self._cancellation.rest(AGAIN_S)
+                return None
+            self._parent = parent
+            try:
+                header = self._header(parent, at, end)
+                if header.status is Status.CHUNK:
+                    return self._take(parent, header, at, out, pace)
+                if not self._goes_on(parent, header.status):
+                    return None
+            except WireError as error:
+                self._shared.standing.bad(parent.address, time.monotonic())
+                self._fail(str(error))
+            except OSError as error:
+                self._fail(str(error))
+        return None
+
+    def _header(self, parent: Connection, at: int, end: int) -> Header:
+        """Of the reply that should bring this chunk. Raises OSError, WireError."""
+        if self._next not in (None, at):
+            raise ConnectionError("it was asked for other chunks")
+        if self._next is None:
+            layout = self._manifest.layout
+            nbytes = layout.part_nbytes(self._part)
+            parent.ask(Get(self._manifest.version, self._part, nbytes, layout.chunk_bytes, at, end))
+            self._next, self._end = at, end
+        return parent.header()
+
+    def _take(self, parent: Connection, header: Header, at: int, out: Placement, pace: Pace) -> bytes:
+        """Raises OSError, WireError for a chunk that does not match."""
+        first, last = out.bounds[at]
+        if fault := header_fault(header, at, last - first):
+            raise WireError(fault)
+        start = time.perf_counter()
+        digest = parent.read(out.views(at), pace)
+        self._shared.standing.sent(parent.address, header.wire_nbytes, time.perf_counter() - start)
+        if digest != header.digest:
+            raise WireError(f"chunk {at} was damaged on the way")
+        if self._expected is not None and digest != self._expected[at]:
+            raise WireError(f"chunk {at} is not what the manifest says")
+        self._parents.heard()
+        self._lagging = None
+        self._next = at + 1 if at + 1 < self._end else None
+        return digest
+
+    def _goes_on(self, parent: Connection, status: Status) -> bool:
+        """After a reply that is no chunk: whether to look for another parent now."""
+        self._next = None
+        if status is Status.NOT_YET:
+            self._parents.heard()
+            now = time.monotonic()
+            self._lagging = self._lagging or now
+            if parent.address == self._parents.origin or now - self._lagging < LAG_S:
+                return False
+            self._fail(f"it has not gone on for {LAG_S:g} s")
+        elif status is Status.BUSY:
+            self._parents.heard()
+            self._let_go()
+        elif status is Status.GONE:
+            self._parents.gone(parent.address)
+            self._let_go()
+        else:
+            raise WireError(f"a request for chunks is answered {status.name}")
+        return True
+
+    def _fail(self, reason: str) -> None:
+        assert self._parent is not None
+        if self._dropped:
+            self._dropped = False
+            self._parents.again(self._parent.address)
+        else:
+            self._parents.failed(self._parent.address, reason)
+        # Whatever was asked for may still come.
+        self._next = -1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the parent; its connection is kept when nothing is left in it."""
+        assert self._parent is not None
+        if self._next is None:
+            self._shared.give_back(self._parent)
+        else:
+            self._parent.close()
+        self._parent = self._next = self._lagging = None

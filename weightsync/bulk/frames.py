@@ -1,0 +1,243 @@
+"""What is said on a connection once both ends have proven themselves.
+
+A request is a msgpack list behind its length (u32). Each reply starts with a header of fixed size:
+
+    status u8, codec u8, 0 u16, chunk u32, bytes on the wire u32, bytes of the chunk u32,
+    digest of the chunk's new bytes (16), digest of the bytes on the wire where they are others (16),
+    digest of all this (8)
+
+A request for chunks is answered by one reply per chunk, in order, until the last one or a reply that is no chunk.
+What a header says is compared with what was asked before a byte is allocated or read.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import xxhash
+
+from headrace.errors import WireError
+from headrace.version import PolicyVersion
+from weightsync.manifest import ALIGNMENT, DIGEST_BYTES, MAX_CHUNK_BYTES, MAX_LAYOUT_BYTES, MAX_PARTS, MAX_TEXT
+
+MAX_REQUEST_BYTES = 64 << 10
+MAX_PARENTS = 3
+MAX_FAILED = 16
+LENGTH = struct.Struct("<I")
+
+_HEADER = struct.Struct("<BBHIII16s16s")
+_CHECK_BYTES = 8
+HEADER_BYTES = _HEADER.size + _CHECK_BYTES
+_NO_DIGEST = bytes(DIGEST_BYTES)
+_MAX_NUMBER = 1 << 62
+
+
+class Status(enum.IntEnum):
+    CHUNK = 1
+    NOT_YET = 2
+    """The version is not as far yet."""
+    GONE = 3
+    """This server does not have the version."""
+    BUSY = 4
+    """All upload slots are taken."""
+    REFUSED = 5
+    PARENTS = 6
+    """A msgpack list of addresses follows."""
+    NOTED = 7
+
+
+class Codec(enum.IntEnum):
+    RAW = 0
+    DELTA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Send these chunks of a part."""
+
+    version: PolicyVersion
+    part: int
+    nbytes: int
+    """Of the part, as the asker's layout says."""
+    chunk_bytes: int
+    first: int
+    end: int
+    base: PolicyVersion | None = None
+    """What the asker has whole, if it would rather have a delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Said to the host that published it: whom shall I ask for this part?"""
+
+    version: PolicyVersion
+    part: int
+    name: str
+    """Of who pulls."""
+    address: str
+    """Where others may have it from who pulls; empty where nobody can."""
+    parent: str = ""
+    """Whom it pulls from now; empty for nobody."""
+    failed: tuple[str, ...] = ()
+    """Who stalled, died, or did not have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Said to the host that published it: I pull this part no more."""
+
+    version: PolicyVersion
+    part: int
+    name: str
+    holds: bool
+    """Whether it has all of it."""
+
+
+Request = Get | Ask | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    status: Status
+    codec: Codec = Codec.RAW
+    chunk: int = 0
+    wire_nbytes: int = 0
+    nbytes: int = 0
+    digest: bytes = _NO_DIGEST
+    wire_digest: bytes = _NO_DIGEST
+
+
+def encode_request(request: Request) -> bytes:
+    """With its length before it."""
+    match request:
+        case Get(version, part, nbytes, chunk_bytes, first, end, base):
+            row = ["get", *version, part, nbytes, chunk_bytes, first, end, [*base] if base else []]
+        case Ask(version, part, name, address, parent, failed):
+            row = ["ask", *version, part, name, address, parent, [*failed]]
+        case Done(version, part, name, holds):
+            row = ["done", *version, part, name, holds]
+    body: bytes = msgpack.packb(row)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_request(body: bytes) -> Request:
+    """Every number and text in it is within bounds. Raises WireError."""
+    if len(body) > MAX_REQUEST_BYTES:
+        raise WireError(f"a request of {len(body)} bytes is over the bound of {MAX_REQUEST_BYTES}")
+    row = _unpack(body)
+    if type(row) is not list or not row or type(row[0]) is not str:
+        raise WireError("a request is not a list that begins with its kind")
+    kind, *fields = row
+    match kind:
+        case "get":
+            return _get(fields)
+        case "ask":
+            return _ask(fields)
+        case "done":
+            incarnation, step, part, name, holds = _typed(fields, int, int, int, str, bool)
+            return Done(_version(incarnation, step), _within(part, MAX_PARTS), _text(name), holds)
+        case _:
+            raise WireError(f"a request is of the unknown kind {kind[:MAX_TEXT]!r}")
+
+
+def encode_header(header: Header) -> bytes:
+    data = _HEADER.pack(
+        header.status, header.codec, 0, header.chunk, header.wire_nbytes, header.nbytes, header.digest,
+        header.wire_digest,
+    )  # fmt: skip
+    return data + xxhash.xxh3_64_digest(data)
+
+
+def decode_header(data: bytes) -> Header:
+    """Raises WireError for a damaged one."""
+    fields = data[: _HEADER.size]
+    if xxhash.xxh3_64_digest(fields) != data[_HEADER.size :]:
+        raise WireError("the header of a reply was damaged on the way")
+    status, codec, _, chunk, wire_nbytes, nbytes, digest, wire_digest = _HEADER.unpack(fields)
+    try:
+        return Header(Status(status), Codec(codec), chunk, wire_nbytes, nbytes, digest, wire_digest)
+    except ValueError as error:
+        raise WireError(f"the header of a reply is not valid: {error}") from error
+
+
+def header_fault(header: Header, chunk: int, nbytes: int) -> str | None:
+    """Why this is not the header of chunk number `chunk` of so many bytes, or None."""
+    if (header.chunk, header.nbytes) != (chunk, nbytes):
+        return f"chunk {header.chunk} of {header.nbytes} bytes came instead of chunk {chunk} of {nbytes}"
+    if header.codec is Codec.RAW and header.wire_nbytes != nbytes:
+        return f"{header.wire_nbytes} bytes stand for the {nbytes} of chunk {chunk}"
+    if header.wire_nbytes > nbytes:
+        return f"chunk {chunk} is {header.wire_nbytes} bytes as a delta, and {nbytes} without"
+    return None
+
+
+def encode_parents(addresses: list[str]) -> bytes:
+    data: bytes = msgpack.packb(addresses)
+    return data
+
+
+def decode_parents(body: bytes) -> list[str]:
+    """Raises WireError."""
+    row = _unpack(body)
+    if type(row) is not list or len(row) > MAX_PARENTS:
+        raise WireError(f"parents are not a list of at most {MAX_PARENTS} addresses")
+    return [_text(address) for address in row]
+
+
+def _get(fields: list[Any]) -> Get:
+    incarnation, step, part, nbytes, chunk_bytes, first, end, base = _typed(fields, *[int] * 7, list)
+    chunks = -(-_within(nbytes, MAX_LAYOUT_BYTES) // _within(chunk_bytes, MAX_CHUNK_BYTES, ALIGNMENT))
+    if not 0 <= first < end <= chunks:
+        raise WireError(f"chunks {first} to {end} are asked for where a part has {chunks}")
+    known = _version(*_typed(base, int, int)) if base else None
+    return Get(_version(incarnation, step), _within(part, MAX_PARTS), nbytes, chunk_bytes, first, end, known)
+
+
+def _ask(fields: list[Any]) -> Ask:
+    incarnation, step, part, name, address, parent, failed = _typed(fields, int, int, int, str, str, str, list)
+    if len(failed) > MAX_FAILED:
+        raise WireError(f"{len(failed)} peers failed at once, at most {MAX_FAILED} can be told")
+    return Ask(
+        _version(incarnation, step),
+        _within(part, MAX_PARTS),
+        _text(name),
+        _text(address),
+        _text(parent),
+        tuple(map(_text, failed)),
+    )
+
+
+def _unpack(body: bytes) -> Any:
+    try:
+        return msgpack.unpackb(
+            body, raw=False, use_list=True, max_str_len=MAX_TEXT * 4, max_bin_len=0, max_array_len=32, max_map_len=0,
+            max_ext_len=0,
+        )  # fmt: skip
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"a message is not valid msgpack: {error or type(error).__name__}") from error
+
+
+def _typed(row: list[Any], *types: type) -> Any:
+    if [type(value) for value in row] != list(types):
+        raise WireError(f"a request is not made of {', '.join(kind.__name__ for kind in types)}")
+    return row
+
+
+def _within(value: int, bound: int, least: int = 0) -> int:
+    if not least <= value <= bound:
+        raise WireError(f"{value} in a request is not {least} to {bound}")
+    return value
+
+
+def _version(incarnation: int, step: int) -> PolicyVersion:
+    return PolicyVersion(_within(incarnation, _MAX_NUMBER), _within(step, _MAX_NUMBER))
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > MAX_TEXT:
+        raise WireError(f"a text in a message is longer than {MAX_TEXT} characters, or none")
+    return value

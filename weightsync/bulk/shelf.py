@@ -1,0 +1,81 @@
+"""Which segment of this host holds a part of a version, whoever filled it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.errors import WeightError
+from headrace.version import PolicyVersion
+from weightsync.arena import Arena, Owner, Segment
+from weightsync.manifest import Layout
+
+LOOK_S = 0.002
+"""Between two looks whether a segment has grown: whoever fills it may be another process, which wakes nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A part that lies here, perhaps not all of it yet. To be closed."""
+
+    segment: Segment
+    owner: Owner
+
+    def grown(self, chunk: int, seconds: float, ended: Callable[[float], bool]) -> int:
+        """How many chunks are ready: as soon as `chunk` is among them, else after so many seconds.
+
+        `ended` waits, and says whether nobody wants to know any more.
+        """
+        until = time.monotonic() + seconds
+        while (ready := self.segment.ready()) <= chunk and time.monotonic() < until and not ended(LOOK_S):
+            pass
+        return ready
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether no more of it will come."""
+        return not self.owner.alive and not self.segment.complete
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+class Shelf:
+    """The segments of one run."""
+
+    def __init__(self, arena: Arena, run_id: str) -> None:
+        self._arena = arena
+        self._run_id = run_id
+
+    def find(self, version: PolicyVersion, part: int, nbytes: int, chunk_bytes: int) -> Held | None:
+        """The segment of this part that is furthest; None when there is none of this size."""
+        best: Held | None = None
+        # The tensors of it are of no matter here.
+        layout = Layout((), nbytes, chunk_bytes=chunk_bytes)
+        try:
+            names = [
+                name for name in self._arena.segments(self._run_id) if (name.version, name.part) == (version, part)
+            ]
+            for name in names:
+                segment = self._arena.open(str(name), layout)
+                if segment is None:
+                    continue
+                if best is not None and segment.ready() <= best.segment.ready():
+                    segment.close()
+                    continue
+                if best is not None:
+                    best.close()
+                best = Held(segment, name.owner)
+        except WeightError:
+            # Not of this size, or the whole folder is gone: either way it is not here.
+            return best
+        return best
+
+    def whole(self, version: PolicyVersion, part: int, nbytes: int, chunk_bytes: int) -> Held | None:
+        """As `find`, where it is complete."""
+        held = self.find(version, part, nbytes, chunk_bytes)
+        if held is None or held.segment.complete:
+            return held
+        held.close()
+        return None

@@ -1,0 +1,193 @@
+"""One connection to the bulk server, once the other end has proven itself: requests come, replies go."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from headrace.errors import WireError
+from weightsync.bulk.frames import (
+    LENGTH,
+    MAX_REQUEST_BYTES,
+    Ask,
+    Codec,
+    Done,
+    Get,
+    Header,
+    Request,
+    Status,
+    decode_request,
+    encode_header,
+    encode_parents,
+)
+from weightsync.bulk.shelf import Held, Shelf
+from weightsync.bulk.sockets import receive, send, send_file, wait_for
+from weightsync.tracker import Tracker
+
+IDLE_S = 5.0
+REQUEST_S = 2.0
+"""For the rest of a request once its first byte came."""
+
+
+@dataclass(frozen=True, slots=True)
+class BulkStats:
+    """Counters since start; a reader takes differences."""
+
+    sent_bytes: int = 0
+    """Of chunks, as they go over the wire."""
+    chunks: int = 0
+    connections: int = 0
+    """Refused ones included."""
+    refused: int = 0
+    """Too many at once, or who could not prove itself."""
+    invalid: int = 0
+    """Connections that ended with a request that is not valid."""
+    stalled: int = 0
+    """Receivers that were dropped since they took nothing."""
+    busy: int = 0
+    gone: int = 0
+
+
+class Books:
+    """What all connections of a server share. Any thread."""
+
+    def __init__(self, tracker: Tracker, max_uploads: int) -> None:
+        self.stats = BulkStats()
+        self.uploads = 0
+        self._max_uploads = max_uploads
+        self._tracker = tracker
+        self._lock = threading.Lock()
+
+    def count(self, **more: int) -> None:
+        with self._lock:
+            self.stats = replace(
+                self.stats, **{name: getattr(self.stats, name) + count for name, count in more.items()}
+            )
+
+    def take_slot(self) -> bool:
+        with self._lock:
+            free = self.uploads < self._max_uploads
+            self.uploads += free
+            return free
+
+    def leave_slot(self) -> None:
+        with self._lock:
+            self.uploads -= 1
+
+    def parents(self, ask: Ask, origin: str) -> list[str]:
+        with self._lock:
+            return self._tracker.ask(
+                (ask.version, ask.part), ask.name, ask.address, time.monotonic(),
+                origin=origin, parent=ask.parent, failed=ask.failed,
+            )  # fmt: skip
+
+    def done(self, done: Done) -> None:
+        with self._lock:
+            self._tracker.done((done.version, done.part), done.name, time.monotonic(), holds=done.holds)
+
+
+class Upload:
+    """The server's end of a connection. It holds an upload slot while it is asked for chunks."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        shelf: Shelf,
+        books: Books,
+        closing: threading.Event,
+        stall_s: float,
+        wait_s: float,
+    ) -> None:
+        self._sock = sock
+        self._address = address
+        self._shelf = shelf
+        self._books = books
+        self._closing = closing
+        self._stall_s = stall_s
+        self._wait_s = wait_s
+        self._has_slot = False
+
+    def run(self) -> None:
+        """Until the other end closes, is idle, or the server closes. Raises OSError, WireError."""
+        try:
+            while not self._closing.is_set() and (request := self._request()):
+                self._answer(request)
+        finally:
+            self._leave_slot()
+
+    def _request(self) -> Request | None:
+        if not wait_for(self._sock, select.POLLIN, self._stall_s):
+            self._leave_slot()
+            if not wait_for(self._sock, select.POLLIN, IDLE_S):
+                return None
+        if not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            return None
+        deadline = time.monotonic() + REQUEST_S
+        (nbytes,) = LENGTH.unpack(receive(self._sock, LENGTH.size, deadline))
+        if nbytes > MAX_REQUEST_BYTES:
+            raise WireError(f"a request of {nbytes} bytes is over the bound of {MAX_REQUEST_BYTES}")
+        return decode_request(receive(self._sock, nbytes, deadline))
+
+    def _answer(self, request: Request) -> None:
+        match request:
+            case Get():
+                self._get(request)
+            case Ask():
+                body = encode_parents(self._books.parents(request, self._address))
+                self._reply(Header(Status.PARENTS, wire_nbytes=len(body)), body)
+            case Done():
+                self._books.done(request)
+                self._reply(Header(Status.NOTED))
+
+    def _get(self, get: Get) -> None:
+        held = self._shelf.find(get.version, get.part, get.nbytes, get.chunk_bytes)
+        if held is None:
+            self._books.count(gone=1)
+            self._reply(Header(Status.GONE))
+            return
+        try:
+            if self._take_slot():
+                self._send_chunks(get, held)
+            else:
+                self._books.count(busy=1)
+                self._reply(Header(Status.BUSY))
+        finally:
+            held.close()
+
+    def _send_chunks(self, get: Get, held: Held) -> None:
+        chunk = get.first
+        while chunk < get.end and not self._closing.is_set():
+            ready = min(get.end, held.grown(chunk, self._wait_s, self._ended))
+            if ready <= chunk:
+                self._reply(Header(Status.GONE if held.abandoned else Status.NOT_YET))
+                return
+            for digest in held.segment.digests(chunk, ready):
+                start = chunk * get.chunk_bytes
+                nbytes = min(get.chunk_bytes, get.nbytes - start)
+                self._send_chunk(held, start, Header(Status.CHUNK, Codec.RAW, chunk, nbytes, nbytes, digest))
+                chunk += 1
+
+    def _send_chunk(self, held: Held, start: int, header: Header) -> None:
+        self._books.count(chunks=1, sent_bytes=header.wire_nbytes)
+        send(self._sock, encode_header(header), self._stall_s, more=True)
+        send_file(self._sock, held.segment.fileno(), start, start + header.nbytes, self._stall_s)
+
+    def _ended(self, seconds: float) -> bool:
+        """Whether either end closes the connection within so many seconds."""
+        return wait_for(self._sock, select.POLLRDHUP, seconds)
+
+    def _reply(self, header: Header, body: bytes = b"") -> None:
+        send(self._sock, encode_header(header) + body, self._stall_s)
+
+    def _take_slot(self) -> bool:
+        self._has_slot = self._has_slot or self._books.take_slot()
+        return self._has_slot
+
+    def _leave_slot(self) -> None:
+        if self._has_slot:
+            self._has_slot = False
+            self._books.leave_slot()
