@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,40 +34,76 @@ LAYOUT = Layout.of(
 
 
 class Engine:
-    """Two buffers and a version: what the receiver needs of an engine."""
+    """Two buffers and a version: what the receiver needs of an engine. Compares what it commits with its step."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout = LAYOUT) -> None:
+        self.layout = layout
         self.version: PolicyVersion | None = None
-        self.front: Bytes = np.zeros(0, np.uint8)
+        self.front, self.back = np.zeros((2, layout.nbytes), np.uint8)
         self.history: list[PolicyVersion] = []
-        self._back: Bytes | None = None
+        self.torn: list[PolicyVersion] = []
 
     def back_buffer(self, layout: Layout) -> Bytes:
-        if self._back is None:
-            self._back = np.zeros(layout.nbytes, np.uint8)
-        return self._back
+        assert layout == self.layout
+        return self.back
 
     async def commit(self, version: PolicyVersion) -> float:
-        assert self._back is not None
-        self.front, self._back = self._back, None
+        self.front, self.back = self.back, self.front
         self.version = version
         self.history.append(version)
+        if self.front.tobytes() != flat(tensors(version.step, self.layout), self.layout):
+            self.torn.append(version)
         return 0.0
 
 
-def tensors(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in LAYOUT.tensors}
+def tensors(step: int, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
+    """Other ones for every step."""
+    generator = torch.Generator().manual_seed(step)
+    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in layout.tensors}
 
 
-def flat(values: Mapping[str, torch.Tensor]) -> bytes:
+def flat(values: Mapping[str, torch.Tensor], layout: Layout = LAYOUT) -> bytes:
     """The bytes that the layout should hold, made without the code under test."""
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    out = np.zeros(LAYOUT.nbytes, np.uint8)
-    for spec in LAYOUT.tensors:
-        data = values[spec.name].to(dtypes[spec.dtype]).contiguous().flatten().view(torch.uint8).numpy()
+    out = np.zeros(layout.nbytes, np.uint8)
+    for spec in layout.tensors:
+        data = values[spec.name].to(dtypes[spec.dtype]).reshape(-1).view(torch.uint8).numpy()
         out[spec.offset : spec.offset + spec.nbytes] = data
     return out.tobytes()
+
+
+class Gate:
+    """A tensor that is cast only once the gate is open. For any thread."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        self.reached = threading.Event()
+        self._tensor = tensor
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def detach(self) -> torch.Tensor:
+        self.reached.set()
+        assert self._open.wait(60), "nobody opened the gate"
+        return self._tensor.detach()
+
+
+def gated(step: int, name: str) -> tuple[dict[str, torch.Tensor], Gate]:
+    """The tensors of a step, of which one is behind a gate."""
+    values = tensors(step)
+    gate = Gate(values[name])
+    return {**values, name: gate}, gate  # type: ignore[dict-item]
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit of this byte; the second time it is as before."""
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 16]))
 
 
 @dataclass
@@ -73,6 +111,7 @@ class Trainer:
     """A publisher under a fence."""
 
     port: Run
+    run_id: str
     arena: Arena
     fence: Fence
     publisher: Publisher
@@ -86,6 +125,15 @@ class Trainer:
     def version(self, step: int) -> PolicyVersion:
         return PolicyVersion(self.fence.incarnation, step)
 
+    @property
+    def live(self) -> list[int]:
+        """Steps that have a segment."""
+        return [name.version.step for name in self.arena.segments(self.run_id)]
+
+    async def file(self, step: int) -> Path:
+        """Of the segment of a version that was announced."""
+        return self.arena.folder / (await self.manifest(step)).parts[0].segment
+
     async def manifest(self, step: int) -> Manifest:
         data = await self.port.manifest(self.version(step))
         assert data is not None
@@ -96,7 +144,8 @@ class Trainer:
 async def training(run: Run, run_id: str, arena: Arena) -> AsyncIterator[Trainer]:
     """Publishes at most two live versions. Afterwards no segment and no lease is left."""
     fence = await run.take_fence(0)
-    trainer = Trainer(run, arena, fence, Publisher(run, fence, LAYOUT, run_id, 2, host=HOST, arena=arena))
+    publisher = Publisher(run, fence, LAYOUT, run_id, 2, host=HOST, arena=arena)
+    trainer = Trainer(run, run_id, arena, fence, publisher)
     yield trainer
     await trainer.publisher.close()
     assert list(arena.folder.iterdir()) == []
@@ -139,14 +188,14 @@ async def receiving(
     news: Callable[[], Awaitable[object]] | None = None,
     round_chunks: int = 1 << 10,
 ) -> AsyncIterator[Receiver]:
-    """A receiver that runs until the end of the block, and must then end by itself."""
+    """A receiver that runs until the end of the block, and must then end by itself, without a torn version."""
     arena = trainer.arena
     receiver = Receiver(
         trainer.port,
         engine,
         "producer-0",
         HOST,
-        run_id=(await trainer.port.record()).run_id,
+        run_id=trainer.run_id,
         lease_s=LEASE_S,
         block_ms=50,
         round_chunks=round_chunks,
@@ -159,3 +208,4 @@ async def receiving(
     finally:
         stopping.set()
         await asyncio.wait_for(task, 20)
+    assert engine.torn == []

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 10.0
-"""How long a publisher that closes waits for the broker and the other ranks to seal its newest version."""
 Digests = asyncio.Future[tuple[bytes, ...] | None]
 """Of each chunk; None for a part that was given up."""
 
@@ -72,7 +70,10 @@ class Ranks(Protocol):
     def rank(self) -> int: ...
 
     async def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank says at this point, in the order of ranks; all of them say something. A few kilobytes."""
+        """What each rank says at this point, in the order of ranks; all of them say something. A few kilobytes.
+
+        Raises WeightError when one says nothing in time.
+        """
         ...
 
 
@@ -139,9 +140,9 @@ class Publisher:
         Raises WeightError for tensors that do not fit or when there is no memory, Fenced, BrokerUnavailable; also
         what the sealing of the version before raised.
         """
-        if fault := self._fault(version, tensors):
-            raise WeightError(f"weight version {version} cannot be published: {fault}")
         async with self._one:
+            if fault := self._fault(version, tensors):
+                raise WeightError(f"weight version {version} cannot be published: {fault}")
             start = time.perf_counter()
             await self._settled()
             room = await self._room()
@@ -178,18 +179,17 @@ class Publisher:
         self._closing = True
         if self._filling is not None:
             self._filling.give_up()
-        if self._sealing is not None:
-            ended, waiting = await asyncio.wait([self._sealing], timeout=CLOSE_S)
-            for sealing in waiting:
-                sealing.cancel()
-            for error in filter(None, (sealing.exception() for sealing in ended)):
-                log.warning("the newest weight version is not sealed: %s", error)
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
-        self._drop_spare()
-        kept = await self._pinned()
-        for name in self._own():
-            if name.version.incarnation == self._fence.incarnation and name.version not in kept:
-                await asyncio.to_thread(self._arena.remove, name)
+        async with self._one:
+            if self._sealing is not None:
+                await asyncio.wait([self._sealing])
+                if error := self._sealing.exception():
+                    log.warning("the newest weight version is not sealed: %s", error)
+            await asyncio.to_thread(self._threads.shutdown)
+            self._drop_spare()
+            kept = await self._pinned()
+            for name in self._own():
+                if name.version.incarnation == self._fence.incarnation and name.version not in kept:
+                    await asyncio.to_thread(self._arena.remove, name)
 
     async def _fill(
         self, version: PolicyVersion, tensors: dict[str, torch.Tensor]
@@ -197,6 +197,8 @@ class Publisher:
         loop = asyncio.get_running_loop()
         segment = await loop.run_in_executor(self._threads, self._begin, version)
         self._filling = filling = Filling(segment, self._layout, self._part)
+        if self._closing:
+            filling.give_up()
         try:
             rows = await self._ranks.gather(msgpack.packb([self._host, segment.name]))
             parts = tuple(Part(*msgpack.unpackb(row)) for row in rows)
@@ -291,10 +293,12 @@ class Publisher:
     def _begin(self, version: PolicyVersion) -> NewSegment:
         """In a thread: the memory of a new version."""
         spare, self._spare = self._spare, None
-        if spare is None:
-            return self._create(version)
-        spare.begin(self._arena.name(self._run_id, version, self._part))
-        return spare
+        if spare is not None:
+            # Somebody may have cleaned the folder.
+            with contextlib.suppress(FileNotFoundError):
+                spare.begin(self._arena.name(self._run_id, version, self._part))
+                return spare
+        return self._create(version)
 
     def _make_spare(self, version: PolicyVersion) -> None:
         """In a thread. Without memory for it, the next version has to make its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,14 @@ from headrace.errors import Fenced, WeightError
 from headrace.service import Service
 from headrace.telemetry.metrics import Metrics
 from headrace.version import PolicyVersion
-from tests.weights import HOST, LAYOUT, Trainer, flat, tensors, training
+from tests.weights import HOST, LAYOUT, Trainer, flat, gated, tensors, training
+from weightsync import filling
 from weightsync.arena import Arena
+from weightsync.digests import Pace, digest_of
 from weightsync.publisher import Publisher
 from weightsync.service import WeightService
+
+WaitUntil = Callable[..., Awaitable[None]]
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ async def test_publish_is_skipped_while_readers_hold_all_segments(trainer: Train
     assert await port.head() == trainer.version(1)
     await port.release(trainer.version(0), "reader")
     assert await trainer.publish(3)
-    assert [name.version.step for name in trainer.arena.segments()] == [3]
+    assert trainer.live == [3]
     assert [await port.manifest(trainer.version(step)) is None for step in (0, 1, 2, 3)] == [True, True, True, False]
 
 
@@ -55,57 +59,146 @@ async def test_what_redis_forgot_of_the_newest_version_is_said_again(trainer: Tr
     assert await trainer.port.head() == trainer.version(1)
 
 
-async def test_event_loop_lives_while_the_publisher_casts(trainer: Trainer) -> None:
-    loop_was_free = threading.Event()
+async def test_event_loop_lives_while_the_publisher_casts_and_closing_ends_it(
+    trainer: Trainer, wait_until: WaitUntil
+) -> None:
+    values, gate = gated(0, "norm")
+    publishing = asyncio.create_task(trainer.publisher.publish(trainer.version(0), values))
+    await wait_until(gate.reached.is_set, "the second tensor is cast")
+    assert trainer.live == [0]
+    waiting = asyncio.create_task(trainer.publisher.publish(trainer.version(1), tensors(1)))
+    closing = asyncio.create_task(trainer.publisher.close())
+    # Both have begun.
+    await trainer.port.head()
+    gate.open()
+    with pytest.raises(WeightError, match="its publisher closes"):
+        await publishing
+    with pytest.raises(WeightError, match="its publisher is closed"):
+        await waiting
+    await closing
+    assert await trainer.port.head() is None
 
-    class Slow:
-        """A tensor that can be cast only once something else ran on the event loop."""
 
-        shape = (7,)
+class HeldDigest:
+    """The publisher's digest, whose fourth chunk is not done before it may be."""
 
-        def detach(self) -> torch.Tensor:
-            asyncio.run_coroutine_threadsafe(set_free(), loop)
-            assert loop_was_free.wait(20), "the event loop stood still while a tensor was cast"
-            return torch.zeros(7)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._may = threading.Event()
+        self._chunks = 0
+        monkeypatch.setattr(filling, "digest_of", self._digest_of)
 
-    async def set_free() -> None:
-        loop_was_free.set()
+    def let_go(self) -> None:
+        self._may.set()
 
-    loop = asyncio.get_running_loop()
-    values: dict[str, object] = {**tensors(0), "norm": Slow()}
-    assert await trainer.publisher.publish(trainer.version(0), values)  # type: ignore[arg-type]
+    def _digest_of(self, views: Sequence[memoryview], pace: Pace | None = None) -> bytes:
+        self._chunks += 1
+        assert self._chunks != 4 or self._may.wait(60)
+        return digest_of(views, pace)
 
 
-async def test_fenced_trainer_leaves_no_segment(trainer: Trainer) -> None:
-    await trainer.port.take_fence(0)
+async def test_publish_returns_before_the_seal(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    held = HeldDigest(monkeypatch)
+    values = tensors(0)
+    assert await trainer.publisher.publish(trainer.version(0), values)
+    for tensor in values.values():
+        # The trainer's next step.
+        tensor.zero_()
+    begun = await trainer.manifest(0)
+    reader = trainer.arena.open(begun.parts[0].segment, LAYOUT)
+    assert reader is not None
+    await wait_until(lambda: reader.ready() == 3, "three chunks can be read")
+    assert (reader.complete, begun.sealed, await trainer.port.head()) == (False, False, None)
+    held.let_go()
+    await trainer.publisher.sealed()
+    sealed = await trainer.manifest(0)
+    assert (reader.ready(), reader.complete, sealed.sealed) == (LAYOUT.chunks(0), True, True)
+    assert await trainer.port.head() == trainer.version(0)
+    assert reader.digests(0, LAYOUT.chunks(0)) == [*sealed.parts[0].digests]
+    content = bytearray(LAYOUT.nbytes)
+    reader.read(0, [memoryview(content)])
+    assert content == flat(tensors(0))
+    reader.close()
+
+
+@pytest.mark.parametrize("when", ["before", "behind its back"])
+async def test_fenced_trainer_leaves_no_segment_and_is_told_at_the_next_publish(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    if when == "behind its back":
+        held = HeldDigest(monkeypatch)
+        assert await trainer.publisher.publish(trainer.version(0), tensors(0))
+        await trainer.port.take_fence(0)
+        held.let_go()
+    else:
+        await trainer.port.take_fence(0)
     with pytest.raises(Fenced):
-        await trainer.publish(0)
+        await trainer.publisher.publish(trainer.version(1), tensors(1))
     assert trainer.arena.segments() == []
+    assert await trainer.port.head() is None
+
+
+async def test_memory_of_the_next_version_is_made_ready(trainer: Trainer) -> None:
+    assert await trainer.publish(0)
+    (spare,) = [name for name in trainer.arena.segments() if name.spare]
+    assert trainer.live == [0], "a spare belongs to no version"
+    memory = (trainer.arena.folder / str(spare)).stat().st_ino
+    assert await trainer.publish(1)
+    assert (await trainer.file(1)).stat().st_ino == memory
+    for name in trainer.arena.segments():
+        # Somebody cleans the folder.
+        trainer.arena.remove(name)
+    assert await trainer.publish(2)
+    await trainer.port.lease(trainer.version(2), "reader", 60)
+    assert await trainer.publish(3)
+    assert [(name.version.step, name.spare) for name in trainer.arena.segments()] == [(2, False), (3, False)]
+    await trainer.port.release(trainer.version(2), "reader")
+
+
+async def test_pinned_version_is_kept_and_takes_no_room(trainer: Trainer) -> None:
+    service = weight_service(trainer)
+    assert await trainer.publish(0)
+    await trainer.port.pin(trainer.version(0))
+    for step in (1, 2, 3):
+        assert await trainer.publish(step)
+        assert trainer.live == [0, step]
+        assert await service.collect_once() == []
+    assert (await trainer.manifest(0)).sealed
+    await trainer.publisher.close()
+    assert trainer.live == [0]
+    await trainer.port.unpin(trainer.version(0))
+    assert [name.version.step for name in await service.collect_once()] == [0]
 
 
 async def test_head_of_a_dead_trainer_stays_however_old_until_the_next_one_publishes(
     trainer: Trainer, run_id: str
 ) -> None:
     assert await trainer.publish(7)
-    (left,) = trainer.arena.segments()
-    dead = replace(left, owner=replace(left.owner, pid=1))
-    file = (trainer.arena.folder / str(left)).rename(trainer.arena.folder / str(dead))
-    os.utime(file, (0, 0))
+    for left in trainer.arena.segments():
+        dead = replace(left, owner=replace(left.owner, pid=1))
+        file = (trainer.arena.folder / str(left)).rename(trainer.arena.folder / str(dead))
+        os.utime(file, (0, 0))
     fence = await trainer.port.take_fence(0)
     publisher = Publisher(trainer.port, fence, LAYOUT, run_id, 2, host=HOST, arena=trainer.arena)
-    service = WeightService(
-        trainer.port, Service("weights"), name="weights", run_id=run_id, host=HOST, lease_s=1.0, block_ms=100,
-        metrics=Metrics(run_id, "weights"), arena=trainer.arena,
-    )  # fmt: skip
-    assert await service.collect_once() == []
-    assert trainer.arena.segments() == [dead]
+    assert await weight_service(trainer).collect_once() == []
+    (kept,) = trainer.arena.segments()
+    assert (kept.version, kept.spare, kept.owner.pid) == (trainer.version(7), False, 1)
     version = PolicyVersion(fence.incarnation, 0)
     assert await publisher.publish(version, tensors(0))
-    assert [name.version for name in trainer.arena.segments()] == [version]
+    await publisher.sealed()
+    assert [name.version for name in trainer.arena.segments(run_id)] == [version]
     await publisher.close()
     await publisher.close()
     with pytest.raises(WeightError, match="its publisher is closed"):
         await publisher.publish(version, tensors(0))
+
+
+def weight_service(trainer: Trainer) -> WeightService:
+    return WeightService(
+        trainer.port, Service("weights"), name="weights", run_id=trainer.run_id, host=HOST, lease_s=1.0, block_ms=100,
+        metrics=Metrics(trainer.run_id, "weights"), arena=trainer.arena,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -137,7 +230,4 @@ async def test_strided_and_already_cast_tensors_are_published_as_they_are(traine
     values["embed"] = values["embed"].bfloat16().T.contiguous().T
     assert not values["embed"].is_contiguous()
     assert await trainer.publisher.publish(trainer.version(0), values)
-    manifest = await trainer.manifest(0)
-    data = trainer.arena.open(manifest.segment, LAYOUT.nbytes)
-    assert data is not None
-    assert data.tobytes() == flat(values)
+    assert (await trainer.file(0)).read_bytes()[: LAYOUT.nbytes] == flat(values)
