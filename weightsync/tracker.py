@@ -8,6 +8,7 @@ that nobody waits for itself. Who reports a failed parent, and has no other, get
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,8 @@ class Tracker:
             return [origin]
         me = pullers.setdefault(name, _Puller(address, now))
         me.address, me.seen, me.suspect_until, me.holds = address, now, 0.0, False
-        me.parent = parent or me.parent
+        known = {origin, *(other.address for other in pullers.values() if other is not me)}
+        me.parent = parent or (me.parent if me.parent in known else "")
         if me.parent in failed:
             me.parent = ""
         candidates = [*self._candidates(pullers, me, origin, failed)]
@@ -94,15 +96,15 @@ class Tracker:
     def _candidates(
         self, pullers: dict[str, _Puller], me: _Puller, origin: str, failed: Sequence[str]
     ) -> Iterator[str]:
-        children = [other.parent for other in pullers.values() if other is not me]
+        children = Counter(other.parent for other in pullers.values() if other is not me)
         relays = []
         for other in pullers.values():
             if other is me:
                 break
             if other.address and other.address not in failed and not other.suspect_until > me.seen:
                 relays.append(other.address)
-        yield from (relay for relay in relays if children.count(relay) < CHILDREN)
-        if children.count(origin) < self._slots + bool(failed):
+        yield from (relay for relay in relays if children[relay] < CHILDREN)
+        if children[origin] < self._slots + bool(failed):
             yield origin
 
     def _pull(self, key: Key, now: float) -> dict[str, _Puller]:
