@@ -86,9 +86,9 @@ class Order:
     """Something the operator or the trainer wants of services: an entry on stream `orders`."""
 
     order_id: str
-    kind: Literal["scale", "drain", "stop", "end"]
+    kind: Literal["scale", "drain", "stop", "end", "rollback"]
     target: str = ""
-    """A service's name; empty is all."""
+    """A service's name; empty is all. Of a rollback: the version to go back to."""
     count: int = 0
     reason: str = ""
 
@@ -308,6 +308,8 @@ class WeightsPort(ServicePort, Protocol):
         ...
 
     async def manifest(self, version: PolicyVersion) -> bytes | None: ...
+
+    async def versions(self) -> set[PolicyVersion]: ...
 
     async def lease(self, version: PolicyVersion, holder: str, lease_s: float) -> None:
         """`holder` reads this version; it is not freed while the lease lasts."""

@@ -77,11 +77,13 @@ class _Group(msgspec.Struct, gc=False):
     """f4. These two are the large ones, and are read where they lie in the body."""
 
 
-class _Step(msgspec.Struct, gc=False):
+class _Step(msgspec.Struct, gc=False, omit_defaults=True):
     """The fields of a step record's body."""
 
     version: tuple[int, int]
     entries: list[tuple[str, str, Verdict, str]]
+    restored: tuple[int, int] | None = None
+    """Of a rollback only."""
 
 
 _tasks = msgspec.msgpack.Decoder(tuple[Schema, _Task])
@@ -193,12 +195,14 @@ def decode_group(body: bytes, limits: Limits) -> Group:
 
 def encode_step(record: StepRecord) -> bytes:
     entries = [(entry.entry_id, entry.task_id, entry.verdict, entry.reason) for entry in record.entries]
-    return _encode((SCHEMA, _Step(record.version, entries)))
+    return _encode((SCHEMA, _Step(record.version, entries, record.restored)))
 
 
 def decode_step(body: bytes) -> StepRecord:
     fields = _decode(_steps, body, "step")
-    return StepRecord(PolicyVersion(*fields.version), tuple(StepEntry(*entry) for entry in fields.entries))
+    entries = tuple(StepEntry(*entry) for entry in fields.entries)
+    restored = None if fields.restored is None else PolicyVersion(*fields.restored)
+    return StepRecord(PolicyVersion(*fields.version), entries, restored)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[tuple[Any, T]], body: bytes, what: str) -> T:

@@ -133,3 +133,5 @@ class StepRecord:
     version: PolicyVersion
     """The version that this step produces."""
     entries: tuple[StepEntry, ...]
+    restored: PolicyVersion | None = None
+    """Of a rollback, which trains on no group: the version whose weights this one has."""

@@ -55,6 +55,9 @@ class MemoryWeights(MemoryService):
     async def manifest(self, version: PolicyVersion) -> bytes | None:
         return self.store.manifests.get(version)
 
+    async def versions(self) -> set[PolicyVersion]:
+        return set(self.store.manifests)
+
     async def lease(self, version: PolicyVersion, holder: str, lease_s: float) -> None:
         store, now = self.store, now_ms()
         store.leases = {held: end for held, end in store.leases.items() if end > now}

@@ -60,6 +60,10 @@ class RedisWeights(RedisService):
         raw: bytes | None = await self._link.send("HGET", self._link.keys.of("manifests"), str(version))
         return raw
 
+    async def versions(self) -> set[PolicyVersion]:
+        names = await self._link.send("HKEYS", self._link.keys.of("manifests"))
+        return {PolicyVersion.parse(text(name)) for name in names}
+
     async def lease(self, version: PolicyVersion, holder: str, lease_s: float) -> None:
         await self._link.script("lease", f"{version} {holder}", milliseconds(lease_s))
 

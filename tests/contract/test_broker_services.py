@@ -38,7 +38,9 @@ async def test_the_head_moves_forward_only_and_wakes(service: Services, patient:
     assert await reader.wait_head(PolicyVersion(1, 9), 500) == PolicyVersion(1, 10)
     assert await reader.wait_head(PolicyVersion(1, 10), 10) == PolicyVersion(1, 10)
     assert await reader.manifest(PolicyVersion(1, 8)) == b"eight"
+    assert await reader.versions() == {PolicyVersion(1, step) for step in (8, 9, 10)}
     await reader.forget(PolicyVersion(1, 8))
+    assert await reader.versions() == {PolicyVersion(1, step) for step in (9, 10)}
     assert await reader.manifest(PolicyVersion(1, 8)) is None
 
 
@@ -80,6 +82,9 @@ async def test_orders_reach_whoever_reads(service: Services) -> None:
     assert (order.kind, order.count, order.reason) == ("scale", 2, "more")
     assert await reader.orders(order.order_id, 0) == []
     assert len(await reader.orders("0", 0)) == 2
+    await operator.order(Order("", "rollback", target="1.8", reason="a mark"))
+    (order,) = await reader.orders("$", 500)
+    assert (order.kind, order.target, order.reason) == ("rollback", "1.8", "a mark")
 
 
 async def test_the_end_is_a_message(service: Services) -> None:

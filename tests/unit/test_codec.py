@@ -112,10 +112,21 @@ def test_a_task_comes_out_as_it_went_in(task: Task) -> None:
     assert decode_task(encode_task(task)) == task
 
 
-@given(st.lists(st.builds(StepEntry, TEXT, TEXT, st.sampled_from(["trained", "stale", "lost"]), TEXT), max_size=5))
-def test_a_step_record_comes_out_as_it_went_in(entries: list[StepEntry]) -> None:
-    record = StepRecord(PolicyVersion(3, 140), tuple(entries))
+@given(
+    st.lists(st.builds(StepEntry, TEXT, TEXT, st.sampled_from(["trained", "stale", "lost"]), TEXT), max_size=5),
+    st.none() | st.builds(PolicyVersion, NUMBER, NUMBER),
+)
+def test_a_step_record_comes_out_as_it_went_in(entries: list[StepEntry], restored: PolicyVersion | None) -> None:
+    record = StepRecord(PolicyVersion(3, 140), tuple(entries), restored)
     assert decode_step(encode_step(record)) == record
+
+
+def test_a_step_record_without_a_rollback_has_no_field_for_it() -> None:
+    """So a log that was written before there was one reads as before."""
+    body = msgpack.packb([2, {"version": [3, 140], "entries": [["7-0", "a", "trained", ""]]}])
+    record = StepRecord(PolicyVersion(3, 140), (StepEntry("7-0", "a", "trained"),))
+    assert encode_step(record) == body
+    assert decode_step(body) == record
 
 
 @given(st.lists(st.booleans(), max_size=60))
