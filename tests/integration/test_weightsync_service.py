@@ -23,6 +23,7 @@ from broker.api import Order, Peer, RunRecord, Runs
 from broker.connect import Run, connect_run
 from headrace.config import BrokerConfig, Config, WeightsConfig
 from headrace.version import PolicyVersion
+from tests.weights import flip
 from weightsync.arena import Arena
 from weightsync.manifest import Layout
 from weightsync.publisher import Publisher
@@ -132,7 +133,7 @@ async def test_published_versions_are_checked_and_told(
         code, said = await ended(process)
         assert code == 0, said
     assert await found(run) is None
-    assert [name.version for name in arena.segments()] == [version], "the living trainer's head is kept"
+    assert [name.version for name in arena.segments(record.run_id)] == [version], "the living trainer's head is kept"
     (sealed,) = [event for event in events(record) if event["event"] == "sealed"]
     assert (sealed["version"], sealed["check"], sealed["nbytes"]) == (str(version), "verified", LAYOUT.nbytes)
 
@@ -141,9 +142,9 @@ async def test_damaged_version_is_told(
     run: Run, record: RunRecord, redis_url: str, arena: Arena, publisher: Publisher, wait_until: WaitUntil
 ) -> None:
     assert await publisher.publish(PolicyVersion(1, 0), TENSORS)
-    (file,) = arena.folder.iterdir()
-    with file.open("r+b") as stream:
-        stream.write(b"\x00")
+    await publisher.sealed()
+    (name,) = arena.segments(record.run_id)
+    flip(arena.folder / str(name), 3)
     with service(redis_url, record.run_id, arena):
 
         async def damaged() -> bool:
@@ -160,8 +161,11 @@ async def test_freed_versions_lose_their_manifests(
     with service(redis_url, record.run_id, arena):
         for step in (0, 1):
             assert await publisher.publish(PolicyVersion(1, step), TENSORS)
-        assert len(arena.segments()) == 2
-        await wait_until(lambda: len(arena.segments()) == 1, "the version is freed once the lease has lapsed")
+        await publisher.sealed()
+        assert len(arena.segments(record.run_id)) == 2
+        await wait_until(
+            lambda: len(arena.segments(record.run_id)) == 1, "the version is freed once the lease has lapsed"
+        )
 
         async def forgotten() -> bool:
             return await run.manifest(PolicyVersion(1, 0)) is None
