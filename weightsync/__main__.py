@@ -6,17 +6,19 @@ taken from the environment only.
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
 from broker.api import RunRecord
 from broker.connect import open_run
+from headrace.hosts import host_name
 from headrace.invocation import Invocation, run
 from headrace.service import Service
 from headrace.telemetry.endpoint import Endpoint
 from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
+from weightsync.arena import Arena
+from weightsync.between import Between
 from weightsync.service import WeightService
 
 DRAIN_S = 20.0
@@ -27,16 +29,21 @@ async def start(service: Service, told: Invocation) -> None:
     record, config, port = await open_run(told.url, told.run_id)
     metrics = Metrics(told.run_id, told.name)
     journal = _journal(record, told.name)
+    arena, host = Arena(), host_name()
+    block_ms = config.broker.stream_block_ms
+    between = Between(arena, port, await port.secret(), told.run_id, host, config.weights, block_ms, service.stopping)
     weights = WeightService(
         port,
         service,
         name=told.name,
         run_id=told.run_id,
-        host=socket.gethostname(),
+        host=host,
         lease_s=config.weights.lease_s,
-        block_ms=config.broker.stream_block_ms,
+        block_ms=block_ms,
         metrics=metrics,
         journal=journal,
+        arena=arena,
+        between=between,
     )
     endpoint = Endpoint(metrics, weights.health)
     weights.metrics_url = await endpoint.start(config.telemetry.host, told.metrics_port)

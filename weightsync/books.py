@@ -26,6 +26,8 @@ class Page:
     check: Check = "pending"
     check_s: float = 0.0
     """Seconds that verifying took."""
+    here: bool = False
+    """Brought from its host to this one."""
     freed: bool = False
     readers: tuple[str, ...] = ()
     """Holders of live leases."""
@@ -50,6 +52,15 @@ class Books:
 
     def freed(self, version: PolicyVersion) -> None:
         self._change(version, freed=True)
+
+    def imported(self, version: PolicyVersion, seconds: float) -> None:
+        """It came to this host, each chunk verified."""
+        self._change(version, check="verified", check_s=seconds, here=True)
+
+    def elsewhere(self, version: PolicyVersion, host: str) -> bool:
+        """Whether it was published on another host than this one."""
+        page = self._pages.get(version)
+        return page is not None and page.host != host
 
     def observe(self, leased: Mapping[PolicyVersion, Iterable[str]], peers: Iterable[Peer]) -> None:
         """Take over who reads and who is on each version now."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import msgpack
 
 from broker.api import Fence, WeightsPort
 from headrace.errors import BrokerError, Fenced, WeightError
+from headrace.hosts import host_name
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, NewSegment, SegmentName
 from weightsync.filling import Filling, shape_of
@@ -111,7 +111,7 @@ class Publisher:
         self._layout = layout
         self._run_id = run_id
         self._max_live = max_live_versions
-        self._host = host or socket.gethostname()
+        self._host = host or host_name()
         self._arena = arena or Arena()
         self._ranks = ranks or OneRank()
         self._part = self._ranks.rank
@@ -283,7 +283,9 @@ class Publisher:
         """Free what nobody needs."""
         names = self._own()
         head, leased, pinned = await self._port.head(), await self._port.leased(), await self._pinned()
-        held = [Held(str(name), name.version, name.owner.alive) for name in names]
+        # What an older incarnation has begun will never be sealed, though its trainer may live.
+        mine = self._fence.incarnation
+        held = [Held(str(name), name.version, name.version.incarnation == mine and name.owner.alive) for name in names]
         going = {item.name for item in freeable(held, head, leased.keys() | pinned)}
         for name in names:
             if str(name) in going and await asyncio.to_thread(self._arena.remove, name):

@@ -13,11 +13,10 @@ counted and retried, against the newest one and ever more slowly.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +24,7 @@ from broker.api import Versions, WeightsPort
 from headrace.errors import WireError
 from headrace.version import PolicyVersion
 from weightsync.digests import Pace
+from weightsync.leasing import leased
 from weightsync.manifest import Layout, Manifest, decode
 from weightsync.placement import Bytes, Placement, tensors_in
 from weightsync.staging import ROUND_CHUNKS, backoff_s, gives_way
@@ -177,7 +177,7 @@ class Receiver:
 
     async def _take(self, version: PolicyVersion, stopping: asyncio.Event) -> _Outcome:
         """Bring one version into the engine, under a lease, and count how it went."""
-        async with self._leased(version):
+        async with leased(self._port, version, self._holder, self._lease_s):
             outcome = await self._read(version, stopping)
         if outcome is _Outcome.SKIPPED:
             self._skips_in_a_row += 1
@@ -317,27 +317,6 @@ class Receiver:
         """Whether a version that was begun will never be sealed: another trainer has begun one since."""
         newer = versions.coming is not None and versions.coming > version
         return newer and (versions.head is None or versions.head < version)
-
-    @contextlib.asynccontextmanager
-    async def _leased(self, version: PolicyVersion) -> AsyncIterator[None]:
-        """Hold a lease on the version, renewed at a quarter of its time, released at the end."""
-        await self._port.lease(version, self._holder, self._lease_s)
-        read = asyncio.Event()
-        renewing = asyncio.create_task(self._renew(version, read), name=f"lease {version}")
-        try:
-            yield
-        finally:
-            # Not by cancelling: a cancellation that meets the end of a send is lost (asyncio.wait_for, Python 3.11).
-            read.set()
-            await renewing
-            await self._port.release(version, self._holder)
-
-    async def _renew(self, version: PolicyVersion, read: asyncio.Event) -> None:
-        while not read.is_set():
-            try:
-                await asyncio.wait_for(read.wait(), self._lease_s / 4)
-            except TimeoutError:
-                await self._port.lease(version, self._holder, self._lease_s)
 
     def _book(self, commit: Commit) -> None:
         stats = self._stats

@@ -1,11 +1,13 @@
-"""The weight service: one per host. It checks what is published there, frees what nobody needs, and keeps the books.
+"""The weight service: one per host. It checks what is published there, serves it to other hosts, brings what they
+publish, frees what nobody needs, and keeps the books.
 
-Wait graph. No other service waits for this one: producers verify for themselves, and the trainer frees its own
-segments when it publishes.
+Wait graph. Producers verify for themselves, and the trainer frees its own segments when it publishes: neither waits
+for this service, except producers of a host that versions are brought to, each for at most a second at a time.
 
     loop      consumes          waits for                                   woken by
     follow    the head pointer  a newer head, at most one block             the trainer's publish
     collect   segments, leases  a newer head, at most a quarter of a lease  `follow`, or time
+    importer  versions          see `weightsync/importing.py`               the trainer's announcement or seal
     beat      its own state     a quarter of a lease                        time
     orders    stream `orders`   an order, at most one block                 operator, trainer
 
@@ -19,6 +21,7 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 from broker.api import Peer, WeightsPort
@@ -29,10 +32,12 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, SegmentName
+from weightsync.between import Between
 from weightsync.books import Books, Check
 from weightsync.checking import first_damage
 from weightsync.digests import Pace
 from weightsync.manifest import Manifest, decode
+from weightsync.mirror import Outcome
 from weightsync.retention import Held, freeable
 
 log = logging.getLogger(__name__)
@@ -61,8 +66,12 @@ class WeightService:
         metrics: Metrics,
         journal: Journal | None = None,
         arena: Arena | None = None,
+        between: Between | None = None,
     ) -> None:
-        """Raises WeightError when there is no folder for segments."""
+        """`between` is what brings weights from other hosts and serves them; without it there is only this one.
+
+        Raises WeightError when there is no folder for segments.
+        """
         self.name = name
         self.metrics_url = ""
         self._port = port
@@ -81,6 +90,10 @@ class WeightService:
         self._pace = Pace(0.5)
         self._contact = time.monotonic()
         metrics.watch(self._lane)
+        self._between = between
+        self._importer = None
+        if between is not None:
+            self._importer = between.importer(port, service, name, lease_s, block_ms, self._imported)
 
     async def run(self) -> None:
         """All loops until the service stops or one fails; then `leave`."""
@@ -88,7 +101,11 @@ class WeightService:
             async with asyncio.TaskGroup() as group:
                 for loop in (self.follow, self.collect, self.beat, self.orders):
                     group.create_task(self._service.ending_all(loop), name=loop.__name__)
+                if self._importer is not None:
+                    group.create_task(self._service.ending_all(self._importer.run), name="importer")
         finally:
+            if self._between is not None:
+                await self._between.close()
             await self.leave()
 
     def health(self) -> dict[str, Any]:
@@ -131,13 +148,16 @@ class WeightService:
         """One round; returns the segments that were freed."""
         names = self._arena.segments(self._run_id)
         head, leased, pinned = await self._port.head(), await self._port.leased(), await self._port.pinned()
+        coming = self._between.mirror.needed() if self._between else set()
         held = [Held(str(name), name.version, name.owner.alive) for name in names]
-        going = {item.name for item in freeable(held, head, leased.keys() | pinned)}
+        going = {item.name for item in freeable(held, head, leased.keys() | pinned | coming)}
         freed = [name for name in names if str(name) in going and await asyncio.to_thread(self._arena.remove, name)]
         staying = {name.version for name in names if str(name) not in going}
         for name in freed:
             self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
-        gone = {name.version for name in freed} | set(self._books.unfreed(self._host))
+        # Whose manifests go: of what was published here.
+        ours = {name.version for name in freed if not self._books.elsewhere(name.version, self._host)}
+        gone = ours | set(self._books.unfreed(self._host))
         for version in sorted(gone - staying - leased.keys() - pinned - {head}):
             await self._port.forget(version)
             self._books.freed(version)
@@ -246,12 +266,15 @@ class WeightService:
     async def _beat_once(self) -> None:
         names = self._arena.segments(self._run_id)
         page = self._books.page(self._head) if self._head else None
+        if self._between is not None:
+            await self._between.refresh(self._port)
         state = {
             "head": str(self._head) if self._head else None,
             "check": page.check if page else None,
             "segments": len(names),
             "event_loop_lag_s": round(self._service.event_loop_lag_s, 4),
             "metrics_url": self.metrics_url,
+            **(self._between.state() if self._between else {}),
         }
         await self._port.heartbeat(Peer(self.name, "weights", self._host, os.getpid(), True, state), self._lease_s)
         self._contact = time.monotonic()
@@ -267,6 +290,19 @@ class WeightService:
         finally:
             for wait in waits:
                 wait.cancel()
+
+    def _imported(self, outcome: Outcome) -> None:
+        self._metrics.count(
+            "weights_imports", help="Versions of other hosts, by how bringing them ended", kind=outcome.kind
+        )
+        self._write("imported", **{**asdict(outcome), "version": str(outcome.version)})
+        for kind, nbytes in (("full", outcome.full_bytes), ("delta", outcome.delta_bytes)):
+            self._metrics.count("weights_imported_bytes", nbytes, help="Bytes that came from other hosts", kind=kind)
+        if outcome.kind == "held" and outcome.nbytes:
+            self._books.imported(outcome.version, outcome.seconds)
+            self._metrics.observe(
+                "weights_import_seconds", outcome.seconds, buckets=CHECK_SECONDS, help="Seconds to bring a version"
+            )
 
     def _write(self, event: str, **fields: Any) -> None:
         if self._journal is not None:

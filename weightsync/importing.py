@@ -1,0 +1,100 @@
+"""Importing: the loop that keeps this host's memory at the newest version, where it is published on another host.
+
+Wait graph: it waits for news of a version (woken by the trainer's announcement or seal; at most one block), and for
+`Mirror.pull`. Nobody waits for it; after a failure it tries again ever more slowly, or at once what is newer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from broker.api import Versions, WeightsPort
+from headrace.errors import WeightError, WireError
+from headrace.service import Service
+from headrace.version import PolicyVersion
+from weightsync.leasing import leased
+from weightsync.manifest import Manifest, decode
+from weightsync.mirror import Mirror, Outcome
+from weightsync.staging import backoff_s
+
+log = logging.getLogger(__name__)
+
+
+class Importer:
+    """Of one host's weight service."""
+
+    def __init__(
+        self,
+        port: WeightsPort,
+        mirror: Mirror,
+        service: Service,
+        name: str,
+        lease_s: float,
+        block_ms: int,
+        refresh: Callable[[], Awaitable[object]],
+        on_outcome: Callable[[Outcome], None],
+    ) -> None:
+        """`refresh` learns anew where other hosts serve; `on_outcome` is told how each pull ended."""
+        self._port = port
+        self._mirror = mirror
+        self._service = service
+        self._name = name
+        self._lease_s = lease_s
+        self._block_ms = block_ms
+        self._refresh = refresh
+        self._on_outcome = on_outcome
+        self._done: PolicyVersion | None = None
+        """The newest version that is here, or is none of other hosts'."""
+
+    async def run(self) -> None:
+        """Until the service stops."""
+        seen = Versions()
+        failed: PolicyVersion | None = None
+        failures = 0
+        while not self._service.stopping.is_set():
+            version = self._wanted(seen, failed)
+            if version is None:
+                # What failed is tried again, once its time has come.
+                wait_ms = self._block_ms if failed is None else min(self._block_ms, int(1000 * backoff_s(failures)) + 1)
+                seen, failed = await self._port.wait_versions(seen, wait_ms), None
+                continue
+            failures = 0 if await self._import(version) else failures + 1
+            failed = version if failures else None
+            seen = await self._port.wait_versions(seen, 0)
+
+    def _wanted(self, seen: Versions, failed: PolicyVersion | None) -> PolicyVersion | None:
+        """The head, where it is not here yet; else what comes, which may never be sealed."""
+        for version in (seen.head, seen.coming):
+            if version is not None and version != failed and (self._done is None or version > self._done):
+                return version
+        return None
+
+    async def _import(self, version: PolicyVersion) -> bool:
+        """False when it should be tried again."""
+        manifest = await self._manifest(version)
+        if manifest is None:
+            return False
+        if self._mirror.wants(manifest):
+            await self._refresh()
+            async with leased(self._port, version, self._name, self._lease_s):
+                try:
+                    outcome = await self._mirror.pull(manifest)
+                except WeightError as error:
+                    log.error("weight version %s does not come here: %s", version, error)
+                    return False
+            self._on_outcome(outcome)
+            if outcome.kind in ("vanished", "refused"):
+                return False
+            if outcome.kind != "held":
+                return True
+        self._done = version
+        return True
+
+    async def _manifest(self, version: PolicyVersion) -> Manifest | None:
+        data = await self._port.manifest(version)
+        try:
+            return None if data is None else decode(data)
+        except WireError as error:
+            log.warning("manifest of weight version %s is refused: %s", version, error)
+            return None
