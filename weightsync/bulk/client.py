@@ -64,7 +64,11 @@ class Connection:
     @property
     def fresh(self) -> bool:
         """Whether it can be asked something: open, and nothing left in it."""
-        return not wait_for(self._sock, select.POLLIN, 0.0)
+        return not self.comes(0.0)
+
+    def comes(self, seconds: float) -> bool:
+        """Whether something comes, or the end, within so many seconds."""
+        return wait_for(self._sock, select.POLLIN, seconds)
 
     def ask(self, request: Request) -> None:
         send(self._sock, encode_request(request), self._stall_s)

@@ -23,6 +23,7 @@ ROUND_S = 1.0
 """A fetch that has a chunk returns after this time."""
 LAG_S = 5.0
 """A relay that has not had the next chunk for so long counts as failed."""
+SOON_S = 0.02
 AGAIN_S = 0.05
 """Rest of a fetch that found nobody, so that asking again at once is harmless."""
 
@@ -62,7 +63,7 @@ class Download:
         now = time.monotonic()
         until, self._dropped = now + ROUND_S, now - self._ended > self._shared.stall_s / 2
         digests: list[bytes] = []
-        while len(digests) < len(chunks) and (not digests or time.monotonic() < until):
+        while len(digests) < len(chunks) and (not digests or (time.monotonic() < until and not self._late())):
             digest = self._chunk(chunks.start + len(digests), end, out, pace)
             if digest is None:
                 break
@@ -99,10 +100,15 @@ class Download:
                     return None
             except WireError as error:
                 self._shared.standing.bad(parent.address, time.monotonic())
+                self._shared.count(bad_chunks=1)
                 self._fail(str(error))
             except OSError as error:
                 self._fail(str(error))
         return None
+
+    def _late(self) -> bool:
+        """Whether the next chunk is not on its way: what came before it is told first."""
+        return self._parent is not None and self._next is not None and not self._parent.comes(SOON_S)
 
     def _header(self, parent: Connection, at: int, end: int) -> Header:
         """Of the reply that should bring this chunk. Raises OSError, WireError."""
@@ -127,6 +133,7 @@ class Download:
             raise WireError(f"chunk {at} was damaged on the way")
         if self._expected is not None and digest != self._expected[at]:
             raise WireError(f"chunk {at} is not what the manifest says")
+        self._shared.count(full_bytes=header.wire_nbytes)
         self._parents.heard()
         self._lagging = None
         self._next = at + 1 if at + 1 < self._end else None

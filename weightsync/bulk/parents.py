@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.errors import WeightError, WireError
 from headrace.version import PolicyVersion
@@ -22,6 +22,21 @@ ASKS = 3
 """Times that the origin is asked for parents in one fetch."""
 REFRESH_S = 10.0
 """So often the origin is told that this download goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TcpStats:
+    """Counters since start; a reader takes differences."""
+
+    full_bytes: int = 0
+    """Of full chunks that came."""
+    delta_bytes: int = 0
+    """Of deltas that came, as they went over the wire."""
+    delta_chunks: int = 0
+    bad_chunks: int = 0
+    """What did not match what it should be; fetched again."""
+    failures: int = 0
+    """Peers that stalled, died, or sent what does not match."""
 
 
 @dataclass
@@ -41,6 +56,7 @@ class Downloads:
     patience_s: float = 30.0
     """A download is given up when nobody has had its part for so long."""
     standing: Standing = field(default_factory=Standing)
+    stats: TcpStats = TcpStats()
     _idle: dict[str, Connection] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -60,6 +76,12 @@ class Downloads:
             self._idle[connection.address] = connection
         if before is not None:
             before.close()
+
+    def count(self, **more: int) -> None:
+        with self._lock:
+            self.stats = replace(
+                self.stats, **{name: getattr(self.stats, name) + count for name, count in more.items()}
+            )
 
     def close(self) -> None:
         with self._lock:
@@ -137,6 +159,7 @@ class Parents:
         log.info("weight version %s does not come from %s: %s", self._version, address, reason)
         self._reason = f"{address}: {reason}"
         self._failed[address] = None
+        self._shared.count(failures=1)
 
     def gone(self, address: str) -> None:
         """It says that it does not have the part."""

@@ -41,6 +41,21 @@ class Held:
         self.segment.close()
 
 
+class HeldBase:
+    """A part of an older version that is whole here, as a `Base`. To be closed."""
+
+    def __init__(self, version: PolicyVersion, held: Held, chunk_bytes: int) -> None:
+        self.version = version
+        self._held = held
+        self._chunk_bytes = chunk_bytes
+
+    def read(self, part: int, chunk: int, views: list[memoryview]) -> None:
+        self._held.segment.read(chunk * self._chunk_bytes, views)
+
+    def close(self) -> None:
+        self._held.close()
+
+
 class Shelf:
     """The segments of one run."""
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from broker.api import Peer
 from weightsync.bulk.download import Download
-from weightsync.bulk.parents import Downloads
+from weightsync.bulk.parents import Downloads, TcpStats
 from weightsync.digests import Pace
 from weightsync.manifest import Manifest
 from weightsync.placement import Placement
@@ -64,6 +64,9 @@ class TcpTransport:
             return Unavailable(f"no weight service has said where it serves what lies on host {host}")
         return TcpSource(Download(self._downloads, manifest, part, base), self._threads)
 
+    def stats(self) -> TcpStats:
+        return self._downloads.stats
+
     async def close(self) -> None:
         """After its sources."""
         self._downloads.close()
@@ -78,13 +81,18 @@ class TcpSource:
 
     async def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
         loop = asyncio.get_running_loop()
-        fetching = loop.run_in_executor(self._threads, self._download.fetch, chunks, out, pace)
+        # A pool's thread holds its arguments a moment longer than the call; `out` may be unmapped by then.
+        box = [out]
+        fetching = loop.run_in_executor(self._threads, self._fetch, chunks, box, pace)
         try:
             return await asyncio.shield(fetching)
         except asyncio.CancelledError:
             self._download.cancel()
             await _ended(fetching)
             raise
+
+    def _fetch(self, chunks: range, box: list[Placement], pace: Pace) -> list[bytes] | Unavailable:
+        return self._download.fetch(chunks, box.pop(), pace)
 
     async def close(self) -> None:
         if not self._closed:

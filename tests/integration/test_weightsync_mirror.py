@@ -1,0 +1,231 @@
+"""Versions of another host come into this host's memory: whole, verified, and at about one copy from their origin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from broker.api import Fence, RunRecord
+from broker.connect import Run, connect_run, connect_runs
+from headrace.version import PolicyVersion
+from tests.bulk import LAYOUT, RUN, VERSION, Publication, Site, Sites, content, digests
+from tests.conftest import BROKER
+from tests.support import wait_until
+from weightsync.arena import Arena, SegmentName
+from weightsync.bulk.shelf import Shelf
+from weightsync.manifest import Layout, encode
+from weightsync.mirror import Mirror, Outcome
+from weightsync.placement import Bytes
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[Sites]:
+    made = Sites(tmp_path)
+    yield made
+    made.close()
+
+
+@dataclass
+class World:
+    """A broker, a trainer's fence, an origin, and mirrors."""
+
+    port: Run
+    fence: Fence
+    origin: Site
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    mirrors: list[Mirror] = field(default_factory=list)
+
+    def mirror(self, site: Site) -> Mirror:
+        transport = site.transport(stall_s=0.5)
+        mirror = Mirror(site.arena, transport, self.port, RUN, site.name, stopping=self.stopping, block_ms=50)
+        self.mirrors.append(mirror)
+        return mirror
+
+    async def seal(self, version: Publication) -> None:
+        await self.port.publish_head(self.fence, version.manifest.version, encode(version.sealed))
+
+
+@pytest.fixture
+async def world(sites: Sites, record: RunRecord) -> AsyncIterator[World]:
+    runs = connect_runs(f"memory:{record.run_id}", BROKER)
+    await runs.create(replace(record, run_id=RUN))
+    port = connect_run(f"memory:{record.run_id}", RUN, BROKER)
+    made = World(port, await port.take_fence(0), sites("origin"))
+    yield made
+    for mirror in made.mirrors:
+        await mirror._transport.close()
+    await port.close()
+    await runs.close()
+
+
+def there(arena: Arena, version: PolicyVersion = VERSION, layout: Layout = LAYOUT) -> Bytes | None:
+    """What a host holds of a version, once that is whole."""
+    held = Shelf(arena, RUN).whole(version, 0, layout.nbytes, layout.chunk_bytes)
+    if held is None:
+        return None
+    out = np.zeros(layout.nbytes, np.uint8)
+    held.segment.read(0, [out.data])
+    assert held.segment.digests(0, layout.chunks(0)) == digests(layout, out)
+    held.close()
+    return out
+
+
+async def test_a_sealed_version_comes_into_this_hosts_memory(world: World, sites: Sites) -> None:
+    here = sites("here")
+    version = world.origin.publish()
+    mirror = world.mirror(here)
+    await world.seal(version)
+    assert mirror.wants(version.sealed) == [0]
+    outcome = await mirror.pull(version.sealed)
+    assert (outcome.kind, outcome.nbytes, outcome.full_bytes) == ("held", LAYOUT.nbytes, LAYOUT.nbytes)
+    assert np.array_equal(there(here.arena), version.data)
+    assert mirror.wants(version.sealed) == []
+    assert mirror.needed() == {VERSION}
+    again = await mirror.pull(version.sealed)
+    assert (again.kind, again.full_bytes) == ("held", 0)
+    assert len(here.arena.segments(RUN)) == 1
+
+
+async def test_what_this_host_published_is_not_brought_again(world: World) -> None:
+    version = world.origin.publish()
+    mirror = world.mirror(world.origin)
+    assert mirror.wants(version.sealed) == []
+    assert (await mirror.pull(version.sealed)).kind == "held"
+    assert len(world.origin.arena.segments(RUN)) == 1
+
+
+async def test_an_unsealed_version_comes_as_it_grows_and_is_held_when_it_is_sealed(world: World, sites: Sites) -> None:
+    first, second = sites("first"), sites("second")
+    version = world.origin.publish(chunks=3)
+    await world.port.announce(world.fence, VERSION, encode(version.manifest))
+    pulls = [asyncio.create_task(world.mirror(site).pull(version.manifest)) for site in (first, second)]
+    for site in (first, second):
+        await wait_until(lambda site=site: ready(site) == 3, f"{site.name} has what is there")
+    assert all(there(site.arena) is None for site in (first, second))
+    version.grow(4)
+    for site in (first, second):
+        await wait_until(lambda site=site: ready(site) == 7, f"{site.name} has all")
+    assert not any(pull.done() for pull in pulls), "nobody holds what is not sealed"
+    await world.seal(version)
+    for pull, site in zip(pulls, (first, second), strict=True):
+        assert (await pull).kind == "held"
+        assert np.array_equal(there(site.arena), version.data)
+
+
+def ready(site: Site) -> int:
+    held = Shelf(site.arena, RUN).find(VERSION, 0, LAYOUT.nbytes, LAYOUT.chunk_bytes)
+    if held is None:
+        return -1
+    chunks = held.segment.ready()
+    held.close()
+    return chunks
+
+
+@pytest.mark.parametrize("count", [4, 8])
+async def test_however_many_mirrors_pull_the_origin_sends_about_once(world: World, sites: Sites, count: int) -> None:
+    layout = Layout.of([("w", "bfloat16", (1 << 20, 8))], chunk_bytes=1 << 20)
+    hosts = [sites(f"m{number}") for number in range(count)]
+    version = world.origin.publish(layout=layout)
+    await world.seal(version)
+    outcomes = await asyncio.gather(*(world.mirror(host).pull(version.sealed) for host in hosts))
+    assert [outcome.kind for outcome in outcomes] == ["held"] * count
+    for host in hosts:
+        assert np.array_equal(there(host.arena, layout=layout), version.data)
+    assert world.origin.server.stats().sent_bytes <= 2 * layout.nbytes
+
+
+async def test_bytes_that_the_trainer_did_not_mean_are_replaced_before_the_version_is_held(
+    world: World, sites: Sites
+) -> None:
+    """The origin has other bytes than the manifest says, with digests of its own; another host has the right ones."""
+    here, other = sites("here"), sites("other")
+    right = other.publish()
+    wrong = world.origin.publish(seed=9)
+    begun = replace(right.manifest, parts=wrong.manifest.parts)
+    sealed = replace(begun, parts=(replace(begun.parts[0], digests=right.sealed.parts[0].digests),), sealed=True)
+    await world.port.announce(world.fence, VERSION, encode(begun))
+    mirror = world.mirror(here)
+    pull = asyncio.create_task(mirror.pull(begun))
+    await wait_until(lambda: ready(here) == 7, "all of the wrong ones are here")
+    await world.port.publish_head(world.fence, VERSION, encode(sealed))
+    assert (await pull).kind == "held"
+    assert np.array_equal(there(here.arena), right.data)
+    assert len(here.arena.segments(RUN)) == 1
+
+
+async def test_a_version_gives_way_to_a_newer_one_but_not_twice_in_a_row(world: World, sites: Sites) -> None:
+    here = sites("here")
+    mirror = world.mirror(here)
+    older = world.origin.publish(PolicyVersion(1, 1), chunks=1)
+    newest = [world.origin.publish(PolicyVersion(1, step), seed=step) for step in (2, 3)]
+    pull = asyncio.create_task(mirror.pull(older.manifest))
+    await world.seal(newest[0])
+    assert (await pull).kind == "skipped"
+    assert here.arena.segments(RUN) == [], "nothing of it is left"
+    await world.seal(newest[1])
+    assert (await mirror.pull(newest[0].sealed)).kind == "held", "a second one in a row is finished"
+
+
+async def test_a_version_that_nobody_has_vanishes_and_leaves_nothing(world: World, sites: Sites) -> None:
+    here = sites("here")
+    version = world.origin.publish(chunks=2)
+    mirror = world.mirror(here)
+    pull = asyncio.create_task(mirror.pull(version.manifest))
+    await wait_until(lambda: ready(here) == 2, "it has begun")
+    version.segment.discard()
+    outcome = await pull
+    assert outcome.kind == "vanished"
+    assert "does not have it" in outcome.reason
+    assert here.arena.segments(RUN) == []
+    assert mirror.needed() == set()
+
+
+async def test_a_version_that_another_trainer_overtakes_unsealed_is_given_up(world: World, sites: Sites) -> None:
+    here = sites("here")
+    version = world.origin.publish(chunks=7)
+    pull = asyncio.create_task(world.mirror(here).pull(version.manifest))
+    await wait_until(lambda: ready(here) == 7, "all is here but the seal")
+    newer = world.origin.publish(PolicyVersion(2, 0), chunks=0)
+    await world.port.announce(world.fence, PolicyVersion(2, 0), encode(newer.manifest))
+    assert (await pull).kind == "vanished"
+
+
+async def test_stopping_ends_a_pull_and_leaves_nothing(world: World, sites: Sites) -> None:
+    here = sites("here")
+    version = world.origin.publish(chunks=2)
+    pull = asyncio.create_task(world.mirror(here).pull(version.manifest))
+    await wait_until(lambda: ready(here) == 2, "it has begun")
+    world.stopping.set()
+    assert (await pull).kind == "stopped"
+    assert here.arena.segments(RUN) == []
+
+
+async def test_a_cancelled_pull_leaves_nothing(world: World, sites: Sites) -> None:
+    here = sites("here")
+    version = world.origin.publish(chunks=2)
+    pull = asyncio.create_task(world.mirror(here).pull(version.manifest))
+    await wait_until(lambda: ready(here) == 2, "it has begun")
+    pull.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pull
+    assert here.arena.segments(RUN) == []
+    await wait_until(lambda: world.origin.server.uploads == 0, "its slot is free")
+
+
+async def test_what_a_dead_service_had_begun_is_begun_again(world: World, sites: Sites) -> None:
+    here = sites("here")
+    left = here.publish(chunks=2)
+    name = SegmentName.parse(left.segment.name)
+    assert name is not None
+    dead = replace(name, owner=replace(name.owner, start=name.owner.start + 1))
+    (here.arena.folder / str(name)).rename(here.arena.folder / str(dead))
+    version = world.origin.publish()
+    outcome: Outcome = await world.mirror(here).pull(version.sealed)
+    assert outcome.kind == "held"
+    assert len(here.arena.segments(RUN)) == 1
+    assert np.array_equal(there(here.arena), content(LAYOUT))

@@ -1,0 +1,276 @@
+"""The mirror: brings the versions that were published on other hosts into this host's shared memory.
+
+Each part goes into a segment of its own, chunk by chunk. A chunk that arrived and matches is ready at once: for the
+producers of this host, and for other hosts' mirrors, which this host's bulk server sends it to while the rest comes.
+
+Wait graph of `pull`: it waits for the transport (bounded as `weightsync/bulk/download.py` says), and, once all chunks
+of an unsealed version are there, for its seal (woken by the trainer's publish; at most `block_ms` between two looks).
+After each round of chunks it looks for a newer version and at `stopping`. Nobody waits for the mirror, except
+producers of this host, each for at most a second at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from broker.api import Versions, WeightsPort
+from headrace.errors import WeightError, WireError
+from headrace.version import PolicyVersion
+from weightsync.arena import Arena, NewSegment
+from weightsync.bulk.shelf import HeldBase, Shelf
+from weightsync.digests import Pace
+from weightsync.manifest import Layout, Manifest, decode
+from weightsync.placement import Placement
+from weightsync.staging import ROUND_CHUNKS, gives_way
+from weightsync.transports.api import Unavailable
+from weightsync.transports.tcp import TcpTransport
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["held", "skipped", "vanished", "refused", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How pulling a version ended."""
+
+    kind: Kind
+    """"held": all parts are in this host's memory, verified and sealed. "skipped": dropped for a newer version."""
+    version: PolicyVersion
+    reason: str = ""
+    nbytes: int = 0
+    """Of the parts that were pulled."""
+    full_bytes: int = 0
+    """As full chunks over the wire."""
+    delta_bytes: int = 0
+    """As deltas over the wire."""
+    seconds: float = 0.0
+    latency_s: float = 0.0
+    """From the seal to the end; off by the difference of the clocks of two hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of the version that is being pulled."""
+
+    version: PolicyVersion
+    part: int
+    chunks: int
+    of: int
+
+
+class _Ends(Exception):
+    """A pull ends without the version."""
+
+    def __init__(self, kind: Kind, reason: str = "") -> None:
+        self.kind, self.reason = kind, reason
+
+
+class Mirror:
+    """Of one run on one host. One pull at a time."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        transport: TcpTransport,
+        port: WeightsPort,
+        run_id: str,
+        host: str,
+        *,
+        stopping: asyncio.Event,
+        block_ms: int = 1000,
+        share: float = 1.0,
+    ) -> None:
+        """`share` of the wall time is copied or hashed while chunks come."""
+        self.progress: Progress | None = None
+        self._arena = arena
+        self._shelf = Shelf(arena, run_id)
+        self._transport = transport
+        self._port = port
+        self._run_id = run_id
+        self._host = host
+        self._stopping = stopping
+        self._block_ms = block_ms
+        self._pace = Pace(share)
+        self._versions = Versions()
+        self._skips_in_a_row = 0
+        self._base: PolicyVersion | None = None
+
+    def wants(self, manifest: Manifest) -> list[int]:
+        """The parts that lie on other hosts, and are not whole in this host's memory."""
+        away = [number for number, part in enumerate(manifest.parts) if part.host != self._host]
+        return [number for number in away if not self._has(manifest, number)]
+
+    def needed(self) -> set[PolicyVersion]:
+        """What may not be freed whoever else needs it: the version that comes, and the base of the next delta."""
+        coming = {self.progress.version} if self.progress else set()
+        return coming | ({self._base} if self._base else set())
+
+    async def pull(self, manifest: Manifest) -> Outcome:
+        """Bring one version here, sealed or not. It should be leased until this returns.
+
+        Raises WeightError when there is no memory for it, and what the port raises.
+        """
+        start, before = time.perf_counter(), self._transport.stats()
+        kind: Kind = "held"
+        reason = ""
+        wanted = self.wants(manifest)
+        try:
+            manifest = await self._pull(manifest, wanted)
+        except _Ends as end:
+            kind, reason = end.kind, end.reason
+            log.info("weight version %s does not come here: %s %s", manifest.version, kind, reason)
+        finally:
+            self.progress = None
+        self._skips_in_a_row = self._skips_in_a_row + 1 if kind == "skipped" else 0
+        if kind == "held":
+            self._base = manifest.version
+        after = self._transport.stats()
+        return Outcome(
+            kind,
+            manifest.version,
+            reason,
+            nbytes=sum(manifest.layout.part_nbytes(part) for part in wanted),
+            full_bytes=after.full_bytes - before.full_bytes,
+            delta_bytes=after.delta_bytes - before.delta_bytes,
+            seconds=time.perf_counter() - start,
+            latency_s=time.time() - manifest.sealed_s if manifest.sealed else 0.0,
+        )
+
+    async def _pull(self, manifest: Manifest, wanted: list[int]) -> Manifest:
+        """The sealed manifest, once all is here. Raises _Ends."""
+        segments: dict[int, NewSegment] = {}
+        came: dict[int, list[bytes]] = {}
+        try:
+            for part in wanted:
+                segments[part] = await self._new(manifest, part)
+                came[part] = await self._fill(manifest, part, segments[part])
+            manifest = await self._sealed(manifest)
+            for part in wanted:
+                if tuple(came[part]) != manifest.parts[part].digests:
+                    # Whoever sent it vouched for other bytes than the trainer. Now each chunk is judged as it comes.
+                    log.warning("weight version %s: part %d is not what its manifest says", manifest.version, part)
+                    await asyncio.to_thread(segments[part].discard)
+                    segments[part] = await self._new(manifest, part)
+                    came[part] = await self._fill(manifest, part, segments[part])
+                await asyncio.to_thread(segments.pop(part).seal)
+        finally:
+            for segment in segments.values():
+                # The memory goes back with the last view of it.
+                await asyncio.to_thread(segment.discard)
+        return manifest
+
+    async def _fill(self, manifest: Manifest, part: int, segment: NewSegment) -> list[bytes]:
+        """Bring one part into its segment; the digest of each chunk. Raises _Ends."""
+        layout = Layout((), segment.nbytes, chunk_bytes=manifest.layout.chunk_bytes)
+        place = Placement(layout, 0, np.frombuffer(segment.data, np.uint8))
+        base = self._whole(manifest, part)
+        source = await self._transport.open(manifest, part, base)
+        if isinstance(source, Unavailable):
+            raise _Ends("vanished", source.reason)
+        digests: list[bytes] = []
+        of = len(place.bounds)
+        try:
+            nothing_came = True
+            while (at := len(digests)) < of:
+                self.progress = Progress(manifest.version, part, at, of)
+                if nothing_came or at % ROUND_CHUNKS == 0:
+                    await self._check(manifest, (part + at / of) / manifest.layout.parts)
+                # One by one, so that each is sent on at once; the transport reads ahead.
+                got = await source.fetch(range(at, at + 1), place, self._pace)
+                if isinstance(got, Unavailable):
+                    raise _Ends("vanished", got.reason)
+                segment.grow(got)
+                digests += got
+                nothing_came = not got
+        finally:
+            await source.close()
+            if base is not None:
+                base.close()
+        return digests
+
+    async def _check(self, manifest: Manifest, staged: float) -> None:
+        """Whether to go on, with this share of the version here. Raises _Ends."""
+        if self._stopping.is_set():
+            raise _Ends("stopped")
+        self._versions = await self._port.wait_versions(self._versions, 0)
+        head = self._versions.head
+        if self._given_up(manifest):
+            raise _Ends("vanished", f"another trainer has begun version {self._versions.coming}")
+        # One that is not sealed yet gives way to any newer one that is.
+        unsealed = not manifest.sealed and head is not None and head > manifest.version
+        if gives_way(manifest.version, head, 0.0 if unsealed else staged, self._skips_in_a_row):
+            raise _Ends("skipped", f"version {head} is there")
+
+    async def _sealed(self, manifest: Manifest) -> Manifest:
+        """The same version's manifest once it is sealed. Raises _Ends."""
+        while not manifest.sealed:
+            if self._stopping.is_set():
+                raise _Ends("stopped")
+            if self._given_up(manifest):
+                raise _Ends("vanished", f"another trainer has begun version {self._versions.coming}")
+            head = self._versions.head
+            if head is None or head < manifest.version:
+                self._versions = await self._port.wait_versions(self._versions, self._block_ms)
+                continue
+            manifest = await self._manifest_of(manifest)
+            if not manifest.sealed:
+                raise _Ends("vanished", f"it was never sealed, {head} is")
+        return manifest
+
+    async def _manifest_of(self, begun: Manifest) -> Manifest:
+        """What the broker says of this version now. Raises _Ends."""
+        data = await self._port.manifest(begun.version)
+        if data is None:
+            raise _Ends("vanished", "its manifest is gone")
+        try:
+            manifest = decode(data)
+        except WireError as error:
+            raise _Ends("refused", str(error)) from error
+        if (manifest.run_id, manifest.version, manifest.layout) != (begun.run_id, begun.version, begun.layout):
+            raise _Ends("refused", "it was sealed as another one than it was begun")
+        return manifest
+
+    def _given_up(self, manifest: Manifest) -> bool:
+        """Whether a version that was begun will never be sealed: another one was begun since."""
+        head, coming = self._versions.head, self._versions.coming
+        newer = not manifest.sealed and coming is not None and coming > manifest.version
+        return newer and (head is None or head < manifest.version)
+
+    async def _new(self, manifest: Manifest, part: int) -> NewSegment:
+        """Raises WeightError without memory for it."""
+        return await asyncio.to_thread(self._create, manifest, part)
+
+    def _create(self, manifest: Manifest, part: int) -> NewSegment:
+        version = manifest.version
+        for name in self._arena.segments(self._run_id):
+            if (name.version, name.part) == (version, part) and not name.owner.alive:
+                # Begun by a service that died.
+                self._arena.remove(name)
+        try:
+            return self._arena.create(self._run_id, version, manifest.layout, part)
+        except WeightError:
+            if not self._arena.sweep(orphan_age_s=0.0, spare=self._run_id):
+                raise
+            return self._arena.create(self._run_id, version, manifest.layout, part)
+
+    def _has(self, manifest: Manifest, part: int) -> bool:
+        layout = manifest.layout
+        held = self._shelf.whole(manifest.version, part, layout.part_nbytes(part), layout.chunk_bytes)
+        if held is not None:
+            held.close()
+        return held is not None
+
+    def _whole(self, manifest: Manifest, part: int) -> HeldBase | None:
+        """What a delta to this version can be applied to."""
+        if self._base is None or self._base >= manifest.version:
+            return None
+        layout = manifest.layout
+        held = self._shelf.whole(self._base, part, layout.part_nbytes(part), layout.chunk_bytes)
+        return HeldBase(self._base, held, layout.chunk_bytes) if held is not None else None
