@@ -6,10 +6,11 @@ some dozens of numbers that costs less than one numpy call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ KV: tuple[KvState, ...] = ("kept", "fresh")
 CORRECT: tuple[bool | None, ...] = (False, True, None)
 LONG_RUN = 64
 """Tokens; from this mean length on, runs are copied one by one, below they are scattered through the mask."""
+_BOOL, _INT32, _FLOAT32 = np.dtype(np.bool_), np.dtype(np.int32), np.dtype(np.float32)
 _FINISH_INDEX = {finish: index for index, finish in enumerate(FINISH)}
 _KV_INDEX = {kv: index for index, kv in enumerate(KV)}
 _CORRECT_INDEX = {correct: index for index, correct in enumerate(CORRECT)}
@@ -70,7 +72,9 @@ def flatten(group: Group) -> FlatGroup:
     spans: list[int] = []
     sampled: list[Float32] = []
     for member in group.trajectories:
-        mask_T, logprobs_T = member.loss_mask_T.astype(np.bool_, copy=False), member.logprobs_T
+        mask_T, logprobs_T = member.loss_mask_T, member.logprobs_T
+        if mask_T.dtype != _BOOL:
+            mask_T = mask_T.astype(_BOOL)
         length = len(mask_T)
         if not length == len(member.token_ids_T) == len(logprobs_T):
             raise _unequal(group)
@@ -78,9 +82,8 @@ def flatten(group: Group) -> FlatGroup:
         own = runs_of(mask_T)
         runs += own
         sampled += parts_of(logprobs_T, mask_T, own)
-        for span in member.spans:
-            incarnation, step = span.version
-            spans += (span.start, span.end, incarnation, step, _KV_INDEX[span.kv])
+        for start, end, (incarnation, step), kv in member.spans:
+            spans += (start, end, incarnation, step, _KV_INDEX[kv])
     members = group.trajectories
     return FlatGroup(
         task_id=group.task_id,
@@ -95,8 +98,8 @@ def flatten(group: Group) -> FlatGroup:
         stopped_N=group.stopped_N,
         seconds=group.seconds,
         lengths_N=lengths,
-        token_ids_T=_joined([member.token_ids_T for member in members], np.int32),
-        logprobs_M=_joined(sampled, np.float32),
+        token_ids_T=_joined([member.token_ids_T for member in members], _INT32),
+        logprobs_M=_joined(sampled, _FLOAT32),
         mask_runs_R=runs,
         span_counts_N=[len(member.spans) for member in members],
         spans_5S=spans,
@@ -156,11 +159,10 @@ def mask_of(runs_R: Ints) -> Bool:
     return np.repeat(np.arange(len(runs_R)) % 2 == 1, runs_R)
 
 
-def sampled_runs(runs_R: Ints) -> Iterator[tuple[int, int]]:
+def sampled_runs(runs_R: Ints) -> list[tuple[int, int]]:
     """Start and end of each run of True that is not empty."""
-    for start, end in [*pairwise(accumulate(runs_R, initial=0))][1::2]:
-        if start < end:
-            yield start, end
+    bounds = [*accumulate(runs_R, initial=0)]
+    return [(start, end) for start, end in zip(bounds[1::2], bounds[2::2], strict=False) if start < end]
 
 
 def parts_of(values_T: Float32, mask_T: Bool, runs_R: Ints) -> list[Float32]:
@@ -205,7 +207,11 @@ def _spans(numbers_5S: Ints) -> Iterator[VersionSpan]:
     keys = [*zip(numbers_5S[2::5], numbers_5S[3::5], strict=True)]
     versions = {key: PolicyVersion(*key) for key in {*keys}}
     kvs = map(KV.__getitem__, numbers_5S[4::5])
-    return map(VersionSpan, numbers_5S[::5], numbers_5S[1::5], map(versions.__getitem__, keys), kvs)
+    return map(_span, zip(numbers_5S[::5], numbers_5S[1::5], map(versions.__getitem__, keys), kvs, strict=True))
+
+
+_span = cast(Callable[[tuple[int, int, PolicyVersion, KvState]], VersionSpan], partial(tuple.__new__, VersionSpan))
+"""As `VersionSpan._make`, in a third of the time."""
 
 
 def _unequal(group: Group) -> WireError:
@@ -217,7 +223,7 @@ def _unequal(group: Group) -> WireError:
     )
 
 
-def _joined(arrays: list[npt.NDArray[Scalar]], dtype: type[Scalar]) -> npt.NDArray[Scalar]:
+def _joined(arrays: list[npt.NDArray[Scalar]], dtype: np.dtype[Scalar]) -> npt.NDArray[Scalar]:
     if not arrays:
         return np.zeros(0, dtype)
     joined = np.concatenate(arrays)

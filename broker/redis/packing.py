@@ -1,10 +1,12 @@
 """How a command becomes bytes: by the client's C library, which is ten times as fast for a script's many arguments.
 
-A command with a large body is left to redis-py, which sends the body as it is instead of copying it.
+A command with a large body is left to redis-py, which sends the body as it is instead of copying it. What the socket
+takes at once is sent at once; redis-py makes a task of each write, so that it can be given up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import hiredis
@@ -16,6 +18,16 @@ LARGE = 6000
 
 class _Packing:
     """Before a connection class of redis-py."""
+
+    _writer: Any
+
+    async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
+        if self._writer is not None and not isinstance(command, (bytes, str)):
+            self._writer.writelines(command)
+            if self._writer.transport.get_write_buffer_size() == 0:
+                return
+            command = ()
+        await super().send_packed_command(command, check_health)  # type: ignore[misc]
 
     def pack_command(self, *args: Any) -> list[bytes]:
         if bytes in {*map(type, args)} and any(type(arg) is bytes and len(arg) > LARGE for arg in args):
