@@ -15,7 +15,7 @@ import numpy as np
 import uvloop
 
 from broker.api import Fence, Hello, Peer, RunRecord
-from broker.codec import decode_group, encode_group
+from broker.codec import decode_groups, encode_group
 from broker.connect import Run, connect_run
 from broker.messages import SCHEMA, Group, GroupDelivery, StepEntry, Task, TaskDelivery, Trajectory, VersionSpan
 from headrace.config import Config, TrainerConfig
@@ -285,6 +285,6 @@ def _producer_stages(meter: Meter, run: Run) -> list[Any]:
 def _trainer_stages(meter: Meter, run: Run) -> list[Any]:
     stages = {"take_groups": "take", "settle": "settle", "admit": "admit"}
     return [
-        mock.patch("broker.arrivals.decode_group", meter.called("decode and check", decode_group)),
+        mock.patch("broker.arrivals.decode_groups", meter.called("decode and check", decode_groups)),
         *(mock.patch.object(run, name, meter.awaited(stage, getattr(run, name))) for name, stage in stages.items()),
     ]

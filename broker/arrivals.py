@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from broker.api import Reign, RunRecord
-from broker.codec import decode_group
+from broker.codec import decode_groups
 from broker.leases import counted
 from broker.messages import Group
 from broker.validate import MAX_GROUP_BYTES, Limits
@@ -32,17 +32,27 @@ class Arrival:
 
     def group(self, limits: Limits) -> Group:
         """Decode and validate. Raises WireError with the reason."""
+        (found,) = groups_of([self], limits)
+        if isinstance(found, WireError):
+            raise found
+        return found
+
+    def refusal(self) -> WireError | None:
+        """Why it is not even decoded."""
         if self.dead or self.lost:
-            raise WireError(self.dead or self.lost)
+            return WireError(self.dead or self.lost)
         if len(self.body) > MAX_GROUP_BYTES:
-            raise WireError(
+            return WireError(
                 f"an entry of {len(self.body)} bytes, more than the {MAX_GROUP_BYTES} that a group may have"
             )
-        group = decode_group(self.body, limits)
+        return None
+
+    def named(self, group: Group) -> Group | WireError:
+        """The group, if it is the one that the entry's fields name."""
         pairs = (("task", self.task_id, group.task_id), ("attempt", self.attempt, str(group.attempt)))
         for name, field, inside in (*pairs, ("kind", self.kind, group.kind)):
             if field != inside:
-                raise WireError(f"field {name} of the entry is {field[:40]!r}, in its body {inside[:40]!r}")
+                return WireError(f"field {name} of the entry is {field[:40]!r}, in its body {inside[:40]!r}")
         return group
 
     def refused(self, reason: str) -> Group:
@@ -58,6 +68,18 @@ class Arrival:
             outcome="lost" if self.lost else "dead",
             error=reason,
         )
+
+
+def groups_of(arrivals: Sequence[Arrival], limits: Limits) -> list[Group | WireError]:
+    """The group of each, decoded and validated, or why there is none."""
+    refusals = [arrival.refusal() for arrival in arrivals]
+    bodies = [arrival.body for arrival, refusal in zip(arrivals, refusals, strict=True) if refusal is None]
+    decoded = iter(decode_groups(bodies, limits))
+    found = [refusal or next(decoded) for refusal in refusals]
+    return [
+        group if isinstance(group, WireError) else arrival.named(group)
+        for arrival, group in zip(arrivals, found, strict=True)
+    ]
 
 
 def unpublished(group: Group, reigns: Mapping[int, Reign]) -> PolicyVersion | None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from broker.bounds import KEEP_PUBLISHED
 from broker.redis.link import Link, text
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, WireError
 
 MOST_GROUPS = 32
 MOST_BYTES = 2 << 20
@@ -31,8 +32,19 @@ class _Waiting:
     producer: str
     names: tuple[Any, ...]
     """Entry id of the task, task id, attempt, kind."""
-    body: bytes
+    encode: Callable[[], bytes]
     answer: asyncio.Future[str]
+    body: bytes = b""
+    """Once it was encoded, which no group has to nothing."""
+
+    def ready(self) -> bool:
+        """Whether it can leave: somebody waits for it, and it is encoded."""
+        if not self.answer.done() and not self.body:
+            try:
+                self.body = self.encode()
+            except WireError as error:
+                self.end(error)
+        return not self.answer.done()
 
     def end(self, error: BaseException) -> None:
         """No answer comes any more."""
@@ -50,9 +62,12 @@ class Outbox:
         self._waiting: deque[_Waiting] = deque()
         self._sending: asyncio.Task[None] | None = None
 
-    async def publish(self, producer: str, names: tuple[Any, ...], body: bytes) -> str:
-        """What the script answers for this group. Raises what `Link.script` does."""
-        waiting = _Waiting(producer, names, body, asyncio.get_running_loop().create_future())
+    async def publish(self, producer: str, names: tuple[Any, ...], encode: Callable[[], bytes]) -> str:
+        """What the script answers for this group. Raises what `Link.script` does, and `encode`.
+
+        Groups are encoded when they leave, one right after the other: code that has just run is quicker.
+        """
+        waiting = _Waiting(producer, names, encode, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_all(), name="outbox")
@@ -97,10 +112,13 @@ class Outbox:
         nbytes = 0
         while self._waiting and len(batch) < MOST_GROUPS:
             first = self._waiting[0]
-            if batch and (first.producer != batch[0].producer or nbytes + len(first.body) > MOST_BYTES):
+            if batch and first.producer != batch[0].producer:
                 break
-            self._waiting.popleft()
-            if not first.answer.done():
-                batch.append(first)
-                nbytes += len(first.body)
+            if not first.ready():
+                self._waiting.popleft()
+                continue
+            if batch and nbytes + len(first.body) > MOST_BYTES:
+                break
+            batch.append(self._waiting.popleft())
+            nbytes += len(first.body)
         return batch

@@ -69,10 +69,9 @@ class RedisProducer(RedisService):
 
     async def publish(self, producer: str, delivery: TaskDelivery, group: Group) -> Published:
         record = await self.record()
-        body = encode_group(group, record.vocab_size)
         task = delivery.task
         names = (delivery.entry_id, task.task_id, delivery.attempt, task.kind)
-        answer = await self._outbox.publish(producer, names, body)
+        answer = await self._outbox.publish(producer, names, lambda: encode_group(group, record.vocab_size))
         self._forget([delivery.entry_id])
         if answer == "published":
             return "published"

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from broker.api import Fence, Reign
-from broker.arrivals import Arrival, limits_of, unpublished
+from broker.arrivals import Arrival, groups_of, limits_of, unpublished
 from broker.held import Held, fitting
-from broker.messages import GroupDelivery, Verdict
+from broker.messages import Group, GroupDelivery, Verdict
 from broker.redis.link import Entry, Fields, Link, entries_of, stream_entries, text
 from broker.redis.mending import Mender
 from broker.redis.producer import remains
 from broker.redis.service import RedisService
-from broker.validate import MAX_GROUP_BYTES, Limits
+from broker.validate import MAX_GROUP_BYTES
 from headrace.errors import WireError
 
 BATCH = 256
@@ -149,33 +149,31 @@ class RedisTaking(RedisService):
 
     async def _receive_all(self, fence: Fence, arrivals: list[Arrival], states: list[str]) -> list[GroupDelivery]:
         limits = limits_of(await self.record())
+        awaited = [arrival for arrival, state in zip(arrivals, states, strict=True) if not state]
+        groups = iter(groups_of(awaited, limits))
         delivered = []
         for arrival, state in zip(arrivals, states, strict=True):
-            delivery = await self._receive(fence, arrival, state, limits)
-            if delivery is not None:
-                delivered.append(delivery)
+            if not state:
+                delivered += await self._receive(fence, arrival, next(groups))
+            elif state != "settled":
+                await self._bury(fence, arrival, "dead", state)
         return delivered
 
-    async def _receive(self, fence: Fence, arrival: Arrival, state: str, limits: Limits) -> GroupDelivery | None:
-        """The delivery; None for an entry that nobody shall see."""
-        if state == "settled":
-            return None
-        if state:
-            await self._bury(fence, arrival, "dead", state)
-            return None
+    async def _receive(self, fence: Fence, arrival: Arrival, group: Group | WireError) -> list[GroupDelivery]:
+        """The delivery; none for an entry that nobody shall see."""
         if self._held.entries.get(arrival.task_id, arrival.entry_id) != arrival.entry_id:
             # Redis lost the group that was handed out, and had its task played again.
             self._held.stand_in(arrival.entry_id, arrival.task_id)
-            return None
-        try:
-            group = arrival.group(limits)
-            if unpublished(group, self._link.reigns) and (version := unpublished(group, await self.reigns())):
-                raise WireError(f"version {version} was published by no incarnation")
-        except WireError as error:
-            await self._close(fence, arrival, "lost" if arrival.lost else "dead", str(error))
-            return GroupDelivery(arrival.entry_id, len(arrival.body), arrival.refused(str(error)))
-        self._held.add(arrival.entry_id, arrival.task_id, len(arrival.body))
-        return GroupDelivery(arrival.entry_id, len(arrival.body), group)
+            return []
+        if isinstance(group, Group) and unpublished(group, self._link.reigns):
+            version = unpublished(group, await self.reigns())
+            group = WireError(f"version {version} was published by no incarnation") if version else group
+        if isinstance(group, WireError):
+            await self._close(fence, arrival, "lost" if arrival.lost else "dead", str(group))
+            group = arrival.refused(str(group))
+        else:
+            self._held.add(arrival.entry_id, arrival.task_id, len(arrival.body))
+        return [GroupDelivery(arrival.entry_id, len(arrival.body), group)]
 
     async def _close(self, fence: Fence, arrival: Arrival, verdict: Verdict, reason: str) -> None:
         """The open group of a task is none that can be used."""

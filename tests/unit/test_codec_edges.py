@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from broker.codec import decode_group, encode_group
+from broker.codec import decode_group, decode_groups, encode_group
 from broker.messages import Group
 from broker.validate import Limits
 from headrace.errors import WireError
@@ -49,3 +49,13 @@ def test_few_numbers_that_are_cut_short_are_named(field: str, size: int) -> None
     cut = len(fields[field])
     with pytest.raises(WireError, match=f"field '{field}' has {cut} bytes, which is no multiple of {size}"):
         decode_group(msgpack.packb([schema, fields]), LIMITS)
+
+
+def test_each_body_has_its_own_group_or_reason() -> None:
+    bodies = [encode_group(make_group(make_task(name), 1, "p0", seed=seed), 100) for seed, name in enumerate("abc")]
+    first, junk, second, third = decode_groups([bodies[0], b"\xc1", *bodies[1:]], LIMITS)
+    assert [one.task_id for one in (first, second, third) if isinstance(one, Group)] == ["a", "b", "c"]
+    assert isinstance(junk, WireError)
+    assert str(junk) == "group: the body is not msgpack"
+    few = Limits(1, {})
+    assert ["outside the vocabulary of 1" in str(one) for one in decode_groups(bodies, few)] == [True] * 3

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 import pytest
 
 from broker.redis.link import Link
 from broker.redis.outbox import MOST_BYTES, MOST_GROUPS, Outbox
-from headrace.errors import BrokerUnavailable
+from headrace.errors import BrokerUnavailable, WireError
 from tests.support import wait_until
 
 
@@ -32,7 +33,7 @@ class Scripts:
 
 
 def publish(outbox: Outbox, entry: str, *, producer: str = "p0", nbytes: int = 10) -> asyncio.Task[str]:
-    return asyncio.create_task(outbox.publish(producer, (entry, "task", 1, "train"), b"x" * nbytes))
+    return asyncio.create_task(outbox.publish(producer, (entry, "task", 1, "train"), lambda: b"x" * nbytes))
 
 
 def an_outbox() -> tuple[Outbox, Scripts]:
@@ -60,6 +61,41 @@ async def test_a_script_has_no_more_bytes_than_one_group_or_the_bound() -> None:
     sizes = [MOST_BYTES // 2, MOST_BYTES // 2, 1, MOST_BYTES + 1, MOST_BYTES, 1]
     await asyncio.gather(*(publish(outbox, str(number), nbytes=nbytes) for number, nbytes in enumerate(sizes)))
     assert [entries for _, entries in scripts.sent] == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
+
+
+async def test_a_group_that_cannot_be_encoded_is_its_callers_alone() -> None:
+    outbox, scripts = an_outbox()
+    scripts.may_answer.set()
+
+    def fails() -> bytes:
+        raise WireError("arrays differ in length")
+
+    bad = asyncio.create_task(outbox.publish("p0", ("bad", "task", 1, "train"), fails))
+    others = [publish(outbox, name) for name in ("a", "b")]
+    with pytest.raises(WireError, match="differ in length"):
+        await bad
+    assert await asyncio.gather(*others) == ["answer to a", "answer to b"]
+    assert [entries for _, entries in scripts.sent] == [["a", "b"]]
+
+
+async def test_a_group_is_encoded_once_and_only_while_somebody_waits_for_it() -> None:
+    outbox, scripts = an_outbox()
+    encoded: list[str] = []
+
+    def encode(name: str) -> bytes:
+        encoded.append(name)
+        return b"x" * MOST_BYTES
+
+    names = ["first", "second", "gone", "third"]
+    publishing = [
+        asyncio.create_task(outbox.publish("p0", (name, "task", 1, "train"), partial(encode, name))) for name in names
+    ]
+    await wait_until(lambda: bool(scripts.sent), "the first script is sent")
+    publishing.pop(2).cancel()
+    scripts.may_answer.set()
+    await asyncio.gather(*publishing)
+    assert encoded == ["first", "second", "third"]
+    assert [entries for _, entries in scripts.sent] == [["first"], ["second"], ["third"]]
 
 
 async def test_a_script_is_of_one_producer() -> None:
