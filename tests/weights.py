@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -25,7 +26,7 @@ from weightsync.transports.api import Base, Source, Unavailable
 from weightsync.transports.shm import ShmTransport
 
 torch.set_num_threads(1)
-HOST = "this-host"
+HOST = socket.gethostname()
 LEASE_S = 0.6
 LAYOUT = Layout.of(
     [("embed", "bfloat16", (32, 8)), ("norm", "float32", (7,)), ("head", "float16", (3, 5))], chunk_bytes=64
@@ -107,12 +108,23 @@ def flip(file: Path, at: int) -> None:
 
 
 @dataclass
-class Trainer:
-    """A publisher under a fence."""
+class Host:
+    """One run on one host: a connection to its broker, and where its segments lie."""
 
     port: Run
     run_id: str
     arena: Arena
+
+    @property
+    def live(self) -> list[int]:
+        """Steps that have a segment."""
+        return [name.version.step for name in self.arena.segments(self.run_id)]
+
+
+@dataclass
+class Trainer(Host):
+    """A publisher under a fence."""
+
     fence: Fence
     publisher: Publisher
 
@@ -125,11 +137,6 @@ class Trainer:
     def version(self, step: int) -> PolicyVersion:
         return PolicyVersion(self.fence.incarnation, step)
 
-    @property
-    def live(self) -> list[int]:
-        """Steps that have a segment."""
-        return [name.version.step for name in self.arena.segments(self.run_id)]
-
     async def file(self, step: int) -> Path:
         """Of the segment of a version that was announced."""
         return self.arena.folder / (await self.manifest(step)).parts[0].segment
@@ -141,15 +148,20 @@ class Trainer:
 
 
 @asynccontextmanager
-async def training(run: Run, run_id: str, arena: Arena) -> AsyncIterator[Trainer]:
-    """Publishes at most two live versions. Afterwards no segment and no lease is left."""
+async def training(
+    run: Run, run_id: str, arena: Arena, *, max_live: int = 2, alone: bool = True
+) -> AsyncIterator[Trainer]:
+    """Where nobody else is, no segment and no lease is left afterwards."""
     fence = await run.take_fence(0)
-    publisher = Publisher(run, fence, LAYOUT, run_id, 2, host=HOST, arena=arena)
+    publisher = Publisher(run, fence, LAYOUT, run_id, max_live, host=HOST, arena=arena)
     trainer = Trainer(run, run_id, arena, fence, publisher)
-    yield trainer
-    await trainer.publisher.close()
-    assert list(arena.folder.iterdir()) == []
-    assert await run.leased() == {}
+    try:
+        yield trainer
+    finally:
+        await publisher.close()
+    if alone:
+        assert arena.segments() == []
+        assert await run.leased() == {}
 
 
 class ShmAndNews(ShmTransport):
@@ -182,24 +194,25 @@ class _SourceAndNews:
 
 @asynccontextmanager
 async def receiving(
-    trainer: Trainer,
+    host: Host,
     engine: Engine,
     *,
+    holder: str = "producer-0",
+    lease_s: float = LEASE_S,
     news: Callable[[], Awaitable[object]] | None = None,
     round_chunks: int = 1 << 10,
 ) -> AsyncIterator[Receiver]:
     """A receiver that runs until the end of the block, and must then end by itself, without a torn version."""
-    arena = trainer.arena
     receiver = Receiver(
-        trainer.port,
+        host.port,
         engine,
-        "producer-0",
+        holder,
         HOST,
-        run_id=trainer.run_id,
-        lease_s=LEASE_S,
+        run_id=host.run_id,
+        lease_s=lease_s,
         block_ms=50,
         round_chunks=round_chunks,
-        transport=ShmAndNews(arena, news) if news else ShmTransport(HOST, arena),
+        transport=ShmAndNews(host.arena, news) if news else ShmTransport(HOST, host.arena),
     )
     stopping = asyncio.Event()
     task = asyncio.create_task(receiver.run(stopping))

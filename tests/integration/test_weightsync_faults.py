@@ -1,8 +1,4 @@
-"""Real processes killed in the middle: no torn version is committed, the others go on, and no segment is left.
-
-This file is also the program of the children: `python FILE trainer|producer WHERE` stops for ever at WHERE, says so
-on its standard output, and is killed there.
-"""
+"""Real processes killed or frozen at each step: no torn version is committed, the others go on, no segment is left."""
 
 from __future__ import annotations
 
@@ -11,329 +7,222 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from broker.api import Fence, RunRecord
-from broker.connect import Run, connect_run
+from broker.connect import Run, connect_run, connect_runs
 from headrace.config import BrokerConfig, Config, WeightsConfig
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, Bytes
-from weightsync.digests import Pace, digests_of
-from weightsync.manifest import Layout, Manifest, decode
-from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver
-from weightsync.transports.api import Range, Source, Unavailable
-from weightsync.transports.shm import ShmTransport
+from tests.servers import RedisProcess
+from tests.weight_processes import PRODUCER_STEPS, TRAINER_STEPS, child
+from tests.weights import LAYOUT, Engine, Host, flat, gated, receiving, tensors, training
+from weightsync.arena import Arena
 
-torch.set_num_threads(1)
-HOST = "fault-host"
-LEASE_S = 1.0
-LAYOUT = Layout.of([("first", "bfloat16", (4096, 64)), ("middle", "float32", (1000,)), ("last", "float16", (99, 7))])
+LEASE_S = 10.0
+RECOVERY_S = 2 * LEASE_S
+SERVICE_LEASE_S = 1.0
+BROKER = BrokerConfig(stream_block_ms=100, connect_timeout_s=20.0)
+KILL_OR_STOP = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 WaitUntil = Callable[..., Awaitable[None]]
-
-
-def tensors(step: int) -> dict[str, torch.Tensor]:
-    """Every element says which step it is of, so that a mixed version shows."""
-    return {spec.name: torch.full(spec.shape, float(step)) for spec in LAYOUT.tensors}
-
-
-class Engine:
-    """Commits, and checks by itself that what it commits is one whole version."""
-
-    def __init__(self) -> None:
-        self.version: PolicyVersion | None = None
-        self.history: list[PolicyVersion] = []
-        self.torn: list[PolicyVersion] = []
-        self._buffer = np.zeros(LAYOUT.nbytes, np.uint8)
-
-    def back_buffer(self, layout: Layout) -> Bytes:
-        return self._buffer
-
-    async def commit(self, version: PolicyVersion) -> float:
-        for spec in LAYOUT.tensors:
-            dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[spec.dtype]
-            values = torch.from_numpy(self._buffer[spec.offset : spec.end]).view(dtype)
-            if not bool((values == float(version.step)).all()):
-                self.torn.append(version)
-        self.version = version
-        self.history.append(version)
-        return 0.0
-
-
-# -- the children
-
-
-def stop_here(where: str, wanted: str) -> None:
-    if where == wanted:
-        print(where, flush=True)
-        threading.Event().wait()
-
-
-class StopsAtCast:
-    """The middle tensor of a version: its cast never ends."""
-
-    shape = (1000,)
-
-    def detach(self) -> torch.Tensor:
-        stop_here("casting", "casting")
-        raise AssertionError
-
-
-class StopsInFetch(ShmTransport):
-    """Fetches the first half, then stops for ever."""
-
-    async def open(self, manifest: Manifest) -> Source | Unavailable:  # type: ignore[override]
-        source = await super().open(manifest)
-        assert not isinstance(source, Unavailable)
-        return _HalfSource(source)
-
-
-class _HalfSource:
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    async def fetch(self, ranges: Sequence[Range], out: Bytes, pace: Pace) -> Unavailable | None:
-        await self._source.fetch([(0, LAYOUT.nbytes // 2)], out, pace)
-        stop_here("fetching", "fetching")
-        return None
-
-    async def close(self) -> None:
-        await self._source.close()
-
-
-async def be_trainer(run: Run, where: str, arena: Arena) -> None:
-    """Publishes step 0, then stops while it casts step 1, or after it sealed it."""
-    fence = await run.take_fence(0)
-    record = await run.record()
-    publisher = Publisher(run, fence, LAYOUT, record.run_id, 3, host=HOST, arena=arena)
-    await publisher.publish(PolicyVersion(fence.incarnation, 0), tensors(0))
-    second: dict[str, object] = {**tensors(1)}
-    if where == "casting":
-        second["middle"] = StopsAtCast()
-    await publisher.publish(PolicyVersion(fence.incarnation, 1), second)  # type: ignore[arg-type]
-    stop_here(where, "sealed")
-
-
-async def be_producer(run: Run, where: str, arena: Arena) -> None:
-    """Stops while it fetches its first version, or in the commit of it."""
-
-    class StopsInCommit(Engine):
-        async def commit(self, version: PolicyVersion) -> float:
-            stop_here(where, "committing")
-            raise AssertionError
-
-    record = await run.record()
-    transport = StopsInFetch(HOST, arena) if where == "fetching" else ShmTransport(HOST, arena)
-    receiver = Receiver(
-        run, StopsInCommit(), "child", HOST, run_id=record.run_id, lease_s=LEASE_S, block_ms=100, transport=transport
-    )
-    await receiver.run(asyncio.Event())
-
-
-async def child(role: str, where: str) -> None:
-    run = connect_run(os.environ["HEADRACE_REDIS_URL"], os.environ["HEADRACE_RUN"])
-    await {"trainer": be_trainer, "producer": be_producer}[role](run, where, Arena())
-
-
-# -- the tests
-
-
-@dataclass
-class Scene:
-    """One run on one host: its broker, its segments, and the processes that a test starts."""
-
-    run: Run
-    run_id: str
-    url: str
-    arena: Arena
-    stack: ExitStack
-    publishers: list[Publisher] = field(default_factory=list)
-
-    def spawn(self, *command: str) -> subprocess.Popen[bytes]:
-        known = {
-            "HEADRACE_REDIS_URL": self.url,
-            "HEADRACE_RUN": self.run_id,
-            "HEADRACE_SHM_DIR": str(self.arena.folder),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        process = subprocess.Popen(
-            [sys.executable, *command], env={**os.environ, **known}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self.stack.callback(_bury, process)
-        return process
-
-    async def stopped(self, role: str, where: str) -> subprocess.Popen[bytes]:
-        """A child that stands still at `where`."""
-        process = self.spawn(__file__, role, where)
-        assert process.stdout is not None
-        assert await asyncio.to_thread(process.stdout.readline) == f"{where}\n".encode()
-        return process
-
-    async def publisher(self, live: int = 3) -> tuple[Publisher, Fence]:
-        """A trainer of this process, of a new incarnation."""
-        fence = await self.run.take_fence(0)
-        self.publishers.append(Publisher(self.run, fence, LAYOUT, self.run_id, live, host=HOST, arena=self.arena))
-        return self.publishers[-1], fence
-
-    def receive(self, engine: Engine, stopping: asyncio.Event) -> asyncio.Task[None]:
-        receiver = Receiver(
-            self.run,
-            engine,
-            "here",
-            HOST,
-            run_id=self.run_id,
-            lease_s=LEASE_S,
-            block_ms=50,
-            transport=ShmTransport(HOST, self.arena),
-        )
-        return asyncio.create_task(receiver.run(stopping))
-
-    def live(self) -> list[PolicyVersion]:
-        return [name.version for name in self.arena.segments(self.run_id)]
-
-
-def _bury(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 @pytest.fixture
 def record(run_id: str) -> RunRecord:
-    broker = BrokerConfig(stream_block_ms=100, connect_timeout_s=5.0)
-    config = Config(broker=broker, weights=WeightsConfig(lease_s=LEASE_S)).model_dump(mode="json")
+    config = Config(broker=BROKER, weights=WeightsConfig(lease_s=SERVICE_LEASE_S)).model_dump(mode="json")
     return RunRecord(run_id, 1, config, {}, vocab_size=10)
 
 
 @pytest.fixture
-async def scene(run: Run, run_id: str, redis_url: str, tmp_path: Path) -> AsyncIterator[Scene]:
-    with ExitStack() as stack:
-        scene = Scene(run, run_id, redis_url, Arena(tmp_path), stack)
-        yield scene
-        for publisher in scene.publishers:
-            await publisher.close()
+def host(run: Run, run_id: str, tmp_path: Path) -> Host:
+    return Host(run, run_id, Arena(tmp_path))
 
 
-@pytest.mark.parametrize(("where", "usable"), [("casting", 0), ("sealed", 1)])
-async def test_killed_trainer_leaves_its_last_sealed_version_and_no_other(
-    scene: Scene, wait_until: WaitUntil, where: str, usable: int
+@contextmanager
+def service(host: Host, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m weightsync`; killed at the end if it still runs."""
+    known = {"HEADRACE_REDIS_URL": url, "HEADRACE_RUN": host.run_id, "HEADRACE_SHM_DIR": str(host.arena.folder)}
+    process = subprocess.Popen([sys.executable, "-m", "weightsync"], env={**os.environ, **known})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def newest_checked(host: Host) -> set[tuple[str, str]]:
+    """Head and finding of each weight service that lives."""
+    peers = [peer for peer in await host.port.peers() if peer.role == "weights" and peer.alive]
+    return {(str(peer.state["head"]), str(peer.state["check"])) for peer in peers}
+
+
+async def nothing_leased(host: Host) -> bool:
+    return await host.port.leased() == {}
+
+
+@KILL_OR_STOP
+@pytest.mark.parametrize("at", TRAINER_STEPS)
+async def test_trainer_is_replaced_wherever_it_stops(
+    host: Host, redis_url: str, wait_until: WaitUntil, at: str, how: signal.Signals
 ) -> None:
-    host_service = scene.spawn("-m", "weightsync")
-    trainer = await scene.stopped("trainer", where)
-    if where == "casting":
-        assert PolicyVersion(1, 1) in scene.live(), "the version that is being cast has a segment"
-    trainer.kill()
-    trainer.wait()
-    await wait_until(lambda: scene.live() == [PolicyVersion(1, usable)], "only the sealed head is left")
-
-    # Who joins now still gets the head of the dead trainer.
-    engine, stopping = Engine(), asyncio.Event()
-    receiving = scene.receive(engine, stopping)
-    await wait_until(lambda: engine.version == PolicyVersion(1, usable), "the dead trainer's head is committed")
-
-    publisher, fence = await scene.publisher()
-    version = PolicyVersion(fence.incarnation, 5)
-    assert await publisher.publish(version, tensors(5))
-    await wait_until(lambda: engine.version == version, "the new trainer's version is committed")
-    await wait_until(lambda: scene.live() == [version], "the dead trainer's segment is freed")
-    stopping.set()
-    await receiving
-    assert engine.torn == []
-
-    await scene.run.set_status("finished", "")
-    await publisher.close()
-    assert await asyncio.to_thread(host_service.wait, 20) == 0
-    assert list(scene.arena.folder.iterdir()) == []
+    early, late = Engine(), Engine()
+    usable = PolicyVersion(1, 1 if at == "head moved" else 0)
+    async with child("trainer", host, redis_url, at) as old, AsyncExitStack() as stack:
+        await stack.enter_async_context(receiving(host, early, holder="early", lease_s=LEASE_S))
+        old.meets(how)
+        await wait_until(lambda: early.version == usable, "the head is committed")
+        # Who joins now finds it, too, and beside it a version that comes no further.
+        await stack.enter_async_context(receiving(host, late, holder="late", lease_s=LEASE_S))
+        await wait_until(lambda: late.version == usable, "the head is committed by who joins late")
+        async with training(host.port, host.run_id, host.arena, alone=False) as new:
+            assert await new.publish(5), "what the old trainer left takes no room"
+            newest = new.version(5)
+            await wait_until(lambda: early.version == late.version == newest, "all are on the new one", RECOVERY_S)
+            assert new.live == [5]
+            if how == signal.SIGSTOP:
+                old.goes_on()
+                assert await old.says() == "fenced"
+                assert await host.port.head() == newest
+                assert new.live == [5]
+            assert await new.publish(6)
+            await wait_until(lambda: early.version == late.version == new.version(6), "and on the next one")
+    assert {*early.history, *late.history} == {usable, newest, new.version(6)}
+    assert host.arena.segments() == []
 
 
-async def test_run_whose_trainer_died_for_good_leaves_nothing(scene: Scene, wait_until: WaitUntil) -> None:
-    host_service = scene.spawn("-m", "weightsync")
-    trainer = await scene.stopped("trainer", "casting")
-    trainer.kill()
-    trainer.wait()
-    await wait_until(lambda: scene.live() == [PolicyVersion(1, 0)], "only the head is left")
-    host_service.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(host_service.wait, 20) == 0
-    assert list(scene.arena.folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("where", ["fetching", "committing"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-async def test_dead_or_frozen_reader_holds_up_nobody(
-    scene: Scene, wait_until: WaitUntil, where: str, how: signal.Signals
+@KILL_OR_STOP
+@pytest.mark.parametrize("at", PRODUCER_STEPS)
+async def test_reader_holds_up_nobody_wherever_it_stops(
+    host: Host,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: WaitUntil,
+    at: str,
+    how: signal.Signals,
 ) -> None:
-    publisher, fence = await scene.publisher(live=3)
+    may_be_sealed = asyncio.Event()
+    publish_head = host.port.publish_head
 
-    def version(step: int) -> PolicyVersion:
-        return PolicyVersion(fence.incarnation, step)
+    async def held(fence: Fence, version: PolicyVersion, manifest: bytes) -> None:
+        await may_be_sealed.wait()
+        await publish_head(fence, version, manifest)
 
-    assert await publisher.publish(version(0), tensors(0))
-    reader = await scene.stopped("producer", where)
-    reader.send_signal(how)
-    engine, stopping = Engine(), asyncio.Event()
-    receiving = scene.receive(engine, stopping)
-    for step in (1, 2, 3):
-        assert await publisher.publish(version(step), tensors(step)), "no version is skipped for one reader"
-        await wait_until(lambda step=step: engine.version == version(step), f"version {step} is committed")
-    stopping.set()
-    await receiving
-    assert engine.torn == []
-
-    async def lapsed() -> bool:
-        return await scene.run.leased() == {}
-
-    await wait_until(lapsed, "the reader's lease has lapsed")
-    assert await publisher.publish(version(4), tensors(4))
-    assert scene.live() == [version(4)]
-
-
-async def test_killed_service_holds_up_nobody(scene: Scene, wait_until: WaitUntil) -> None:
-    host_service = scene.spawn("-m", "weightsync")
-
-    async def there() -> bool:
-        return any(peer.role == "weights" for peer in await scene.run.peers())
-
-    await wait_until(there, "the service has said hello")
-    host_service.kill()
-    engine, stopping = Engine(), asyncio.Event()
-    receiving = scene.receive(engine, stopping)
-    publisher, fence = await scene.publisher()
-    for step in range(3):
-        assert await publisher.publish(PolicyVersion(fence.incarnation, step), tensors(step))
-    await wait_until(lambda: engine.version == PolicyVersion(fence.incarnation, 2), "the newest version is committed")
-    stopping.set()
-    await receiving
-    await publisher.close()
-    assert list(scene.arena.folder.iterdir()) == []
+    monkeypatch.setattr(host.port, "publish_head", held)
+    async with training(host.port, host.run_id, host.arena, max_live=3) as trainer:
+        assert await trainer.publisher.publish(trainer.version(0), tensors(0))
+        if at == "committing":
+            may_be_sealed.set()
+        async with child("producer", host, redis_url, at) as reader:
+            reader.meets(how)
+            may_be_sealed.set()
+            engine = Engine()
+            async with receiving(host, engine, lease_s=LEASE_S):
+                for step in (0, 1, 2, 3):
+                    assert step == 0 or await trainer.publish(step), "no version is skipped for one reader"
+                    newest = trainer.version(step)
+                    await wait_until(lambda newest=newest: engine.version == newest, f"step {step} is committed")
+            await wait_until(lambda: nothing_leased(host), "the reader's lease has lapsed")
+            assert await trainer.publish(4)
+            assert trainer.live == [4]
+            if how == signal.SIGSTOP:
+                reader.goes_on()
+                said = ""
+                while not said.startswith(f"{trainer.version(4)} "):
+                    said = await reader.says()
+                    assert said.endswith("whole")
+                reader.meets(signal.SIGKILL)
+                await wait_until(lambda: nothing_leased(host), "the lease of the reader that was killed has lapsed")
 
 
-async def test_stale_trainer_that_wakes_up_changes_nothing(scene: Scene, wait_until: WaitUntil) -> None:
-    old, old_fence = await scene.publisher()
-    assert await old.publish(PolicyVersion(old_fence.incarnation, 9), tensors(9))
-    new, new_fence = await scene.publisher()
-    version = PolicyVersion(new_fence.incarnation, 3)
-    assert await new.publish(version, tensors(3))
-    from headrace.errors import Fenced
+@KILL_OR_STOP
+async def test_service_holds_up_nobody_and_catches_up(
+    host: Host, redis_url: str, wait_until: WaitUntil, how: signal.Signals
+) -> None:
+    engine = Engine()
+    async with training(host.port, host.run_id, host.arena) as trainer, receiving(host, engine):
+        with service(host, redis_url) as first:
+            await wait_until(lambda: newest_checked(host), "the service has said hello")
+            first.send_signal(how)
+            for step in range(3):
+                assert await trainer.publish(step)
+                await wait_until(lambda step=step: engine.version == trainer.version(step), f"{step} is committed")
+            checked = {(str(trainer.version(2)), "verified")}
 
-    with pytest.raises(Fenced):
-        await old.publish(PolicyVersion(old_fence.incarnation, 10), tensors(10))
-    await old.close()
-    assert await scene.run.head() == version
-    assert scene.live() == [version]
-    data = await scene.run.manifest(version)
-    assert data is not None
-    manifest = decode(data)
-    mapped = scene.arena.open(manifest.segment, LAYOUT.nbytes)
-    assert mapped is not None
-    assert digests_of(LAYOUT, mapped) == manifest.digests
+            async def caught_up() -> bool:
+                return await newest_checked(host) == checked
+
+            if how == signal.SIGSTOP:
+                first.send_signal(signal.SIGCONT)
+                await wait_until(caught_up, "it has checked the newest version")
+            else:
+                with service(host, redis_url):
+                    await wait_until(caught_up, "the next service has checked the newest version", 60)
 
 
-if __name__ == "__main__":
-    asyncio.run(child(*sys.argv[1:]))
+@pytest.mark.parametrize("goes_on", [True, False], ids=["replaced", "for good"])
+async def test_service_frees_what_a_killed_trainer_left(
+    host: Host, redis_url: str, wait_until: WaitUntil, goes_on: bool
+) -> None:
+    with service(host, redis_url) as process:
+        async with child("trainer", host, redis_url, "copying") as old:
+            assert host.live == [0, 1]
+            old.meets(signal.SIGKILL)
+            await wait_until(lambda: host.live == [0], "only the sealed head is left", 60)
+        if goes_on:
+            async with training(host.port, host.run_id, host.arena, alone=False) as trainer:
+                assert await trainer.publish(5)
+                await wait_until(lambda: host.live == [5], "the dead trainer's head is freed")
+                await host.port.set_status("finished", "")
+        else:
+            process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    assert host.arena.segments() == []
+
+
+@pytest.mark.parametrize("loss", ["nothing", "the announcement", "all"])
+async def test_version_is_sealed_and_found_though_redis_was_lost_meanwhile(
+    redis_process: Callable[..., RedisProcess], record: RunRecord, tmp_path: Path, wait_until: WaitUntil, loss: str
+) -> None:
+    """What Redis forgot of the run itself, the trainer's port puts back."""
+    server = redis_process("--appendfsync", "always", "--auto-aof-rewrite-percentage", "0")
+    early, late = Engine(), Engine()
+    async with AsyncExitStack() as stack:
+        runs = connect_runs(server.url, BROKER)
+        stack.push_async_callback(runs.close)
+        await runs.create(record)
+        ports = [connect_run(server.url, record.run_id, BROKER) for _ in range(2)]
+        for port in ports:
+            stack.push_async_callback(port.close)
+        host = Host(ports[1], record.run_id, Arena(tmp_path))
+        await host.port.record()
+        trainer = await stack.enter_async_context(training(ports[0], record.run_id, host.arena))
+        assert await trainer.publish(0)
+        await stack.enter_async_context(receiving(host, early, holder="early", lease_s=LEASE_S))
+        await wait_until(lambda: early.version == trainer.version(0), "the first version is committed")
+        await wait_until(lambda: nothing_leased(host), "its lease is given back")
+        size = server.append_only_file.stat().st_size
+        values, gate = gated(1, "norm")
+        first, begun = LAYOUT.tensors[0].nbytes, flat(tensors(1))
+        publishing = asyncio.create_task(trainer.publisher.publish(trainer.version(1), values))
+        await wait_until(lambda: early.back[:first].tobytes() == begun[:first], "the next version is being staged")
+        await lose(server, loss, size)
+        gate.open()
+        assert await publishing
+        await wait_until(lambda: early.version == trainer.version(1), "it is committed", RECOVERY_S)
+        await lose(server, loss, size)
+        # As the trainer does once its port has mended Redis.
+        await trainer.port.set_step(trainer.fence, 1)
+        await trainer.publisher.announce_again()
+        await stack.enter_async_context(receiving(host, late, holder="late", lease_s=LEASE_S))
+        await wait_until(lambda: late.version == trainer.version(1), "who joins now finds it", RECOVERY_S)
+
+
+async def lose(server: RedisProcess, what: str, size: int) -> None:
+    """Kill Redis and start it again, without what it wrote after its file had this size, or without anything."""
+    server.kill()
+    if what != "nothing":
+        os.truncate(server.append_only_file, size if what == "the announcement" else 0)
+    await asyncio.to_thread(server.start)

@@ -346,5 +346,5 @@ async def test_producer_on_another_host_is_told_so(trainer: Trainer) -> None:
     receiver = Receiver(
         trainer.port, Engine(), "p", "elsewhere", run_id=trainer.run_id, block_ms=50, transport=transport
     )
-    with pytest.raises(WeightError, match="lies on host 'this-host', this is 'elsewhere'"):
+    with pytest.raises(WeightError, match=f"lies on host '{HOST}', this is 'elsewhere'"):
         await asyncio.wait_for(receiver.run(asyncio.Event()), 20)
