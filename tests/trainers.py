@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from broker.messages import Group, TaskDelivery, Trajectory, VersionSpan
 from headrace.config import BrokerConfig, Config
 from headrace.version import PolicyVersion
 from tests.support import wait_until as wait_until_within
+from tests.warm import WarmProcess
 
 PATIENCE_S = 100.0
 """A trainer imports torch and transformers first, on a machine that other tests share."""
@@ -136,18 +135,21 @@ def _common(delivery: TaskDelivery) -> dict[str, Any]:
 class Trainers:
     """Starts trainer processes of one run; all are gone at the end."""
 
-    def __init__(self, url: str, run_id: str) -> None:
+    def __init__(self, url: str, run_id: str, folder: Path) -> None:
+        self._folder = folder
         self.environment = {**os.environ, "HEADRACE_REDIS_URL": url, "HEADRACE_RUN": run_id, "OMP_NUM_THREADS": "1"}
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[WarmProcess] = []
 
-    def start(self, *options: str, **more: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "consumers", *options]
-        self.started.append(subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True, **more))
+    def start(self, *options: str, first: str = "") -> WarmProcess:
+        """`first` is Python that the process runs before it becomes a trainer."""
+        log = self._folder / f"trainer-{len(self.started)}.log"
+        self.started.append(WarmProcess("consumers", options, self.environment, log, first))
         return self.started[-1]
 
-    async def end(self, process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> str:
+    async def end(self, process: WarmProcess, seconds: float = PATIENCE_S) -> str:
         """Wait for its end; returns what it wrote to stderr."""
-        return (await asyncio.to_thread(process.communicate, timeout=seconds))[1]
+        await asyncio.to_thread(process.wait, seconds)
+        return process.log.read_text()
 
 
 async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], what: str) -> None:

@@ -20,15 +20,12 @@ from tests.trainers import BROKER, Begin, Player, Trainers, config
 
 
 @pytest.fixture
-def trainers(redis_url: str, run_id: str) -> Iterator[Trainers]:
-    made = Trainers(redis_url, run_id)
+def trainers(redis_url: str, run_id: str, tmp_path: Path) -> Iterator[Trainers]:
+    made = Trainers(redis_url, run_id, tmp_path)
     yield made
     for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.wait(20)
-        assert process.stderr is not None
-        process.stderr.close()
+        process.kill()
+        process.wait(60)
 
 
 @pytest.fixture

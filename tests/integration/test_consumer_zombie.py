@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -15,11 +13,12 @@ import redis
 
 from headrace.errors import Fenced
 from tests.trainers import Begin, Trainers, events, lines, wait_until
+from tests.warm import WarmProcess
 
 pytestmark = pytest.mark.timeout(240)
 
 STOPS = """
-import os, runpy, signal, sys
+import os, signal
 import {module} as module
 owner = {owner}
 original = owner.{name}
@@ -31,8 +30,6 @@ def stops_once(*args, **kwargs):
     return original(*args, **kwargs)
 
 owner.{name} = stops_once
-sys.argv[0] = "consumers"
-runpy.run_module("consumers", run_name="__main__")
 """
 
 POINTS = {
@@ -44,12 +41,9 @@ POINTS = {
 }
 
 
-def start_one_that_stops(trainers: Trainers, point: str) -> subprocess.Popen[str]:
+def start_one_that_stops(trainers: Trainers, point: str) -> WarmProcess:
     module, owner, name, when = POINTS[point]
-    code = STOPS.format(module=module, owner=owner, name=name, when=when)
-    command = [sys.executable, "-c", code]
-    trainers.started.append(subprocess.Popen(command, env=trainers.environment, stderr=subprocess.PIPE, text=True))
-    return trainers.started[-1]
+    return trainers.start(first=STOPS.format(module=module, owner=owner, name=name, when=when))
 
 
 def files(folder: Path) -> dict[str, str]:
