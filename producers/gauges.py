@@ -91,6 +91,12 @@ class Gauges:
             "weight_latency_seconds", commit.latency_s, help="From the newest version's seal to its commit"
         )
 
+    def transport(self, kind: str) -> None:
+        """How weights come here, from now on."""
+        self.event("transport", kind=kind)
+        for known in ("shm", "tcp", "collective"):
+            self._metrics.gauge("weight_transport", known == kind, help="1 for how weights come here", kind=known)
+
     def published_group(self, group: Group, answer: Published, sampled: int) -> None:
         """Count one group that the broker answered; `sampled` tokens were spent on it."""
         self.published += 1

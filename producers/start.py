@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from broker.connect import Run, open_run
 from broker.messages import SCHEMA
 from headrace.config import Config
 from headrace.errors import Refused
+from headrace.hosts import host_name
 from headrace.invocation import Invocation
 from headrace.service import Service
 from headrace.telemetry.endpoint import Endpoint
@@ -31,6 +31,7 @@ from producers.jobs import Jobs
 from producers.loops import Producer
 from producers.rewards.scorer import Scorer
 from producers.rollout import Player
+from weightsync.choosing import transport_of
 from weightsync.receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ async def start(service: Service, told: Invocation) -> Producer:
 async def _assemble(
     service: Service, told: Invocation, record: RunRecord, config: Config, port: Run, stack: AsyncExitStack
 ) -> Producer:
-    host = socket.gethostname()
+    host = host_name()
     # What can be refused cheaply comes before what takes long.
     environments = {name: build_environment(entry) for name, entry in environments_of(config).items()}
     folder, digests = _model(record, config)
@@ -80,6 +81,8 @@ async def _assemble(
 
     stage = _stage(told.name, config, environments, engine, chat, scorer)
     jobs = Jobs(told.name, port, stage, config, gauges, service.stopping)
+    transport = await transport_of(config.weights, port, told.run_id, host, gauges.transport)
+    stack.push_async_callback(transport.close)
     receiver = Receiver(
         port,
         engine,
@@ -88,6 +91,8 @@ async def _assemble(
         run_id=told.run_id,
         lease_s=config.weights.lease_s,
         block_ms=config.broker.stream_block_ms,
+        share=config.weights.staging_share,
+        transport=transport,
         on_commit=jobs.on_commit,
         on_head=jobs.on_head,
     )

@@ -38,25 +38,32 @@ class AutoTransport:
         peers: Callable[[], Awaitable[Iterable[Peer]]],
         remote: Transport | None,
         on_kind: Callable[[str], None] = lambda kind: None,
+        *,
+        local: bool = True,
     ) -> None:
-        """`remote` brings what this host's memory does not have; None where only shared memory is wanted. `on_kind`
-        is told of each change of the way."""
+        """`remote` brings what this host's memory does not have; None where only shared memory is wanted, and without
+        `local` it brings everything. `on_kind` is told of each change of the way."""
         self.kind = ""
         self._arena = arena
         self._host = host
         self._peers = peers
         self._remote = remote
         self._on_kind = on_kind
+        self._shares = local
 
     async def open(self, manifest: Manifest, part: int, base: Base | None = None) -> Source | Unavailable:
         """Raises WeightError where nothing can bring it here."""
+        theirs = manifest.parts[part].host
+        peers = await self._peers()
+        if self._remote is not None and not self._shares:
+            self._goes_by(self._remote.kind, "weights.transport says so")
+            return await self._remote.open(manifest, part, base)
         if segment := self._local(manifest, part):
             self._goes_by("shm", "its segment is in this host's memory")
             return ShmSource(segment)
-        theirs = manifest.parts[part].host
         if theirs == self._host:
             return Unavailable(f"segment {manifest.parts[part].segment} is gone")
-        if any(peer.role == "weights" and peer.host == self._host and peer.alive for peer in await self._peers()):
+        if any(peer.role == "weights" and peer.host == self._host and peer.alive for peer in peers):
             self._goes_by("shm", f"the weight service of this host brings it from {theirs}")
             return _Awaited(lambda: self._local(manifest, part))
         if self._remote is None:
