@@ -30,6 +30,11 @@ class Admitter:
         self.open = False
         """False until the first evaluation has its tasks, which come before all others."""
 
+    @property
+    def over(self) -> bool:
+        """Whether no step is left that could use a group."""
+        return self._books.formed >= self._window.total_steps
+
     async def fill(self) -> int:
         """Admit as many training tasks as there are free slots, and room for their groups; returns how many."""
         books, mended = self._books, self._port.mended
@@ -56,7 +61,7 @@ class Admitter:
         It is done before they are settled: so whoever dies in between has lost none, and as their ids follow from
         those of the stale ones, none is asked twice. Each takes the slot that a stale one is about to leave.
         """
-        if self._books.formed >= self._window.total_steps:
+        if self.over:
             return 0
         stale = [prompt for task_id in task_ids if (prompt := Prompt.of(task_id))]
         prompts = [prompt.next for prompt in stale if prompt.again < self._config.staleness.requeue]

@@ -28,6 +28,8 @@ class Batch:
     """Groups judged otherwise since the batch before, the newest of them."""
     masked: int = 0
     """Tokens that left the loss."""
+    restored: PolicyVersion | None = None
+    """Of a rollback, which trains on nothing: the version whose weights it takes back."""
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +42,7 @@ class Batch:
     @property
     def record(self) -> StepRecord:
         """What is appended to stream `steps` before the step runs."""
-        return StepRecord(self.version, self.trained + self.verdicts)
+        return StepRecord(self.version, self.trained + self.verdicts, self.restored)
 
 
 class Batcher:
@@ -81,6 +83,13 @@ class Batcher:
         self._ready = fresh
         self.nbytes -= sum(delivery.nbytes for delivery, _ in stale)
         return stale
+
+    def give_up(self) -> list[GroupDelivery]:
+        """Remove all; returns them, to be settled."""
+        given_up = [*self._ready]
+        self._ready.clear()
+        self.nbytes = 0
+        return given_up
 
     def form(self, step: int, history: History, incarnation: int) -> Batch | None:
         """The batch of the step after `step`, or None when groups are missing. Call `drop_stale` with it before."""

@@ -111,6 +111,11 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def folder_of(run_folder: Path, version: PolicyVersion) -> Path:
+    """Where the checkpoint of this version lies, if there is one."""
+    return run_folder / "checkpoints" / str(version.incarnation) / f"{version.step:08d}"
+
+
 def newest(run_folder: Path) -> tuple[PolicyVersion, Path] | None:
     """The newest complete checkpoint of any incarnation, with the version in its path."""
     found = [

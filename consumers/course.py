@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from broker.api import Peer
 from consumers import evaluation, export
 from consumers.asking import Admitter
 from consumers.batch import Batch
 from consumers.claim import Claim
+from consumers.contents import Content, Contents
 from consumers.evaluation import Result, Sheet
 from consumers.ingest import SeenTasks
 from consumers.intake import Intake
@@ -21,6 +23,7 @@ from consumers.outputs import Outputs
 from consumers.parts import Parts
 from consumers.progress import Progress
 from consumers.resume import Replay, plan_replay
+from consumers.rollback import Asked, Rollbacks
 from consumers.saving import Saver
 from consumers.trainer import StepResult
 from consumers.troubles import Troubles
@@ -30,12 +33,14 @@ from consumers.watch import Watch
 from consumers.worker import Worker
 from headrace.errors import CheckpointError, ServiceError
 from headrace.policy.loading import load_model
+from headrace.version import PolicyVersion
+from weightsync.transports.api import Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AGAIN_S = 0.5
-"""Between two attempts to publish a version that found no room."""
+"""Between two attempts to publish a version that found no room, or two looks at what is outstanding at the end."""
 WRITE_AGAIN_S = 5.0
 """Between two attempts to write what a run has at its end."""
 
@@ -54,6 +59,8 @@ class Course:
     saver: Saver
     versions: Versions
     outputs: Outputs
+    contents: Contents
+    rollbacks: Rollbacks
     leaving: Callable[[], bool]
     """Whether the trainer is to leave."""
 
@@ -76,10 +83,13 @@ class Course:
         trains = [delivery for delivery in deliveries if delivery.group.kind == "train"]
         records = await port.steps_after(books.formed)
         history = History(await port.reigns())
-        replay = plan_replay(records, trains, books.formed, self.seen, self.parts.staleness, history)
+        restored = {record.restored for record in records if record.restored is not None}
+        found = {version: await self.contents.read(version) for version in restored}
+        gone = {version: content.reason for version, content in found.items() if isinstance(content, Unavailable)}
+        replay = plan_replay(records, trains, books.formed, self.seen, self.parts.staleness, history, gone)
         for item in (item for record in records for item in record.entries if item.verdict != "trained"):
             self.seen.judge(item.task_id, item.verdict)
-        await self._replay(replay)
+        await self._replay(replay, found)
         books.begin(history)
         self._say_fork(replay, history)
         if replay.settled:
@@ -87,12 +97,18 @@ class Course:
         for delivery in [d for d in deliveries if d.group.kind == "eval"] + list(replay.fresh):
             await self.intake.receive(delivery)
 
-    async def _replay(self, replay: Replay) -> None:
+    async def _replay(self, replay: Replay, found: Mapping[PolicyVersion, Content | Unavailable]) -> None:
         for batch in replay.batches:
             self.intake.remember(batch)
             self.claim.books.took(batch)
-            result = await self._train(batch)
+            result = None
+            if batch.restored is None:
+                result = await self._train(batch)
+            elif isinstance(content := found[batch.restored], Content):
+                await self._restore(content)
             self.progress.replayed(batch, result, await self.claim.port.peers())
+        if any(batch.restored for batch in replay.batches):
+            await self._save()
 
     def _say_fork(self, replay: Replay, history: History) -> None:
         """The step from which this incarnation goes its own way is the first of its reign."""
@@ -138,6 +154,9 @@ class Course:
         """Until all are made or the service stops."""
         while self.claim.books.formed < self.parts.config.run.steps and not self.leaving():
             await self.versions.keep()
+            if asked := self.rollbacks.next():
+                await self._roll_back(asked)
+                continue
             if self.saver.due:
                 await self.saver.attempt()
             batch = None if self.saver.full else await self.intake.form()
@@ -149,10 +168,10 @@ class Course:
                 await self._until(self._may_go_on, groups=groups)
 
     def _may_go_on(self) -> bool:
-        return self.saver.due or (self.intake.missing == 0 and not self.saver.full)
+        return bool(self.rollbacks) or self.saver.due or (self.intake.missing == 0 and not self.saver.full)
 
     async def _step(self, batch: Batch) -> None:
-        port, books = self.claim.port, self.claim.books
+        port = self.claim.port
         with self.parts.lane.during("batch"):
             if self.progress.cold:
                 self.progress.warm(await port.peers())
@@ -160,17 +179,57 @@ class Course:
         result = await self._train(batch)
         await self.versions.publish(batch.version)
         with self.parts.lane.during("report"):
-            books.made = batch.version.step
-            await self.claim.confirm()
-            peers = await port.peers()
-            self.watch.note(peers)
-            self.progress.step(batch, result, peers)
+            self.progress.step(batch, result, await self._made(batch))
         if result.skipped:
             log.warning("step %d moved nothing: %s", batch.version.step, result.skipped)
+
+    async def _made(self, batch: Batch) -> list[Peer]:
+        """A step is made: say so. Returns who is there."""
+        self.claim.books.made = batch.version.step
+        await self.claim.confirm()
+        peers = await self.claim.port.peers()
+        self.watch.note(peers)
+        return peers
 
     async def _train(self, batch: Batch) -> StepResult:
         groups = [delivery.group for delivery in batch.deliveries]
         return await self.worker(lambda: self.parts.trainer.train(groups, batch.version.step - 1))
+
+    # -- rollback
+
+    async def _roll_back(self, asked: Asked) -> None:
+        """A step without groups, which takes an earlier version's weights back.
+
+        A checkpoint contains it before anybody samples from it: what is published cannot be made anew once the old
+        version's memory is freed.
+        """
+        books, lane = self.claim.books, self.parts.lane
+        if self.saver.again_s is not None:
+            self.rollbacks.refuse(asked, "the checkpoint that it needs cannot be written now (see `headrace status`)")
+            return
+        with lane.during("rollback"):
+            content = await self.contents.read(asked.version)
+            if isinstance(content, Unavailable):
+                self.rollbacks.refuse(asked, content.reason)
+                return
+            self.versions.give_up()
+            async with books.lock:
+                batch = Batch(PolicyVersion(books.incarnation, books.formed + 1), (), (), restored=asked.version)
+                books.took(batch)
+            await self.claim.port.append_step(self.claim.fence, batch.record)
+            await self._restore(content)
+        await self._save()
+        if books.unsettled:
+            return
+        await self.versions.publish(batch.version)
+        with lane.during("report"):
+            await self._made(batch)
+            self.progress.restored(batch)
+            self.progress.event("restored", step=batch.version.step, version=str(asked.version), source=content.source)
+        self.rollbacks.done(asked, batch.version)
+
+    async def _restore(self, content: Content) -> None:
+        await self.worker(lambda: self.parts.trainer.restore(content.tensors))
 
     # -- the end
 
@@ -180,6 +239,8 @@ class Course:
         await self._save()
         if books.formed < config.run.steps or self.leaving():
             return
+        self.rollbacks.close(f"the run is at its end: all {books.formed} steps are made")
+        await self._forgo()
         after = await self._evaluate("after")
         if self.leaving():
             return
@@ -191,6 +252,14 @@ class Course:
         summary = self.progress.summary(before, after, await self.claim.port.balance(), books.formed, out)
         if await self._insist(lambda: self.outputs.write_json("summary.json", summary)) is not None:
             await self.claim.port.finish(self.claim.fence, "finished", f"all {books.formed} steps are made")
+
+    async def _forgo(self) -> None:
+        """Settle what a rollback left over: its step used no groups. Until nothing changes any more."""
+        left = 0
+        while (outstanding := (await self.admitter.sheet()).outstanding) != left and not self.leaving():
+            left = outstanding
+            await self.intake.forgo()
+            await self._pause(AGAIN_S)
 
     async def _save(self) -> None:
         """A checkpoint of what no other contains; without room for it, wait for some or leave."""

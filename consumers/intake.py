@@ -17,6 +17,10 @@ from headrace.errors import ServiceError
 MOST = 32
 """Groups taken at once."""
 LATE = "no producer finished it within its deadline"
+NEEDLESS = "the run made its last step without it"
+"""A rollback makes a step without groups, and so leaves some that none needs."""
+WHENEVER_MS = -(1 << 60)
+"""Overdue by this, tasks are whatever their deadline."""
 HOPELESS = 10
 """So many times the admission slots may fail in a row, without one usable group, before the run gives up."""
 
@@ -68,6 +72,9 @@ class Intake:
             await self._reject([(delivery, *judged)])
             self._count_failures(judged)
             return
+        if self._admitter.over:
+            await self._reject([(delivery, "filtered", NEEDLESS)])
+            return
         self._failures = 0
         self._books.largest = max(self._books.largest, delivery.nbytes)
         self._seen.hold(group.task_id)
@@ -100,6 +107,13 @@ class Intake:
         if batch is not None:
             books.took(batch)
         return batch
+
+    async def forgo(self) -> None:
+        """After the last step: settle what waits for a batch, and tasks that still have no group."""
+        waiting = self._batcher.give_up()
+        tasks = [task for task in await self._port.overdue(WHENEVER_MS) if task.kind == "train"]
+        waiting += [GroupDelivery("", 0, failed(task, NEEDLESS)) for task in tasks if task.task_id not in self._seen]
+        await self._reject([(delivery, "filtered", NEEDLESS) for delivery in waiting])
 
     async def settle(self, entries: Sequence[StepEntry]) -> None:
         """Settle groups that no batch will use, this time or already once; stale prompts are asked again before."""

@@ -3,7 +3,8 @@
 Wait graph. Every wait is bounded by `broker.stream_block_ms`, after which it looks again; every call of the broker by
 `broker.outage_s`.
 
-    train    waits for: groups and evaluations (`Intake.arrived`, set by intake), its worker thread, room on the disk
+    train    waits for: groups and evaluations (`Intake.arrived`, set by intake, and by obey for a rollback), its worker
+             thread, room on the disk
     intake   waits for: stream `groups` (the broker wakes it)
     admit    waits for: a free slot (`Books.slots`, set by train when a batch is formed or a checkpoint frees room, by
              intake for each verdict)
@@ -32,11 +33,13 @@ from consumers.asking import Admitter
 from consumers.batch import Batcher
 from consumers.books import Books
 from consumers.claim import Claim
+from consumers.contents import Contents
 from consumers.course import Course
 from consumers.intake import Intake
 from consumers.outputs import Outputs
 from consumers.parts import Parts
 from consumers.progress import Progress
+from consumers.rollback import Rollbacks
 from consumers.saving import Saver
 from consumers.troubles import Troubles
 from consumers.versions import Versions
@@ -69,6 +72,7 @@ class TrainerLoops:
         self._watch = watch = Watch(claim, parts.config, progress, troubles)
         self._admitter = admitter = Admitter(claim, parts.config, parts.window, parts.curriculum, parts.seen)
         self._intake = intake = Intake(claim, admitter, progress, parts.seen, parts.window.slots)
+        self._rollbacks = rollbacks = Rollbacks(intake.arrived.set)
         self._course = Course(
             claim=claim,
             parts=parts,
@@ -82,6 +86,8 @@ class TrainerLoops:
             saver=Saver(claim, parts, parts.seen, progress, troubles, worker),
             versions=Versions(claim, parts, publisher, progress),
             outputs=Outputs(parts.folder, parts.fence.incarnation, claim.confirm),
+            contents=Contents(port, parts, worker),
+            rollbacks=rollbacks,
             leaving=lambda: self._leaving,
         )
         self._over = asyncio.Event()
@@ -146,13 +152,15 @@ class TrainerLoops:
             await wait_for(self._over, LEASE_S / 4)
 
     async def obey(self) -> None:
-        """Leaves when it is ordered to."""
+        """Leaves when it is ordered to; tells `train` of rollbacks."""
         after = "$"
         while not self._over.is_set():
             for order in await self._port.orders(after, self._block_ms):
                 after = order.order_id
                 if order.kind == "stop" and order.target in ("", NAME):
                     self._service.stop(order.reason or "a stop order")
+                elif order.kind == "rollback":
+                    self._rollbacks.order(order)
 
     async def hasten(self) -> None:
         """A trainer that is to leave does not wait long for a broker that is away."""
@@ -197,6 +205,7 @@ class TrainerLoops:
             "missing_evaluations": sheet.missing if sheet else 0,
             "retained_bytes": self._books.retained.nbytes,
             "mended": self._port.mended,
+            "answers": dict(self._rollbacks.answers),
             "event_loop_lag_s": round(self._service.event_loop_lag_s, 4),
             "metrics_url": self.metrics_url,
             "seconds": {phase: round(spent, 3) for phase, spent in self._lane.seconds().items()},

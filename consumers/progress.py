@@ -141,10 +141,32 @@ class Progress:
         )
         self._measure(batch, result, wall)
 
-    def replayed(self, batch: Batch, result: StepResult, peers: list[Peer]) -> None:
+    def restored(self, batch: Batch) -> None:
+        """One line of a step that was a rollback: it has no figures."""
+        now, seconds = time.perf_counter(), self._lane.seconds()
+        wall, self._at, self._seconds = now - self._at, now, seconds
+        self.newest = batch.version.step
+        self._steps.write(
+            "step",
+            step=batch.version.step,
+            version=str(batch.version),
+            restored=str(batch.restored),
+            skipped=f"the weights are those of version {batch.restored} again",
+            seconds=round(wall, 3),
+            **self._standing,
+        )
+        self._metrics.gauge("trainer_step", batch.version.step, help="Newest optimizer step")
+        self._metrics.count("trainer_steps", outcome="restored", help="Optimizer steps by outcome")
+
+    def replayed(self, batch: Batch, result: StepResult | None, peers: list[Peer]) -> None:
         """A step that an earlier trainer logged was made again. It gets its line, where that one died before it."""
-        self.event("replayed", step=batch.version.step, loss=result.loss)
-        if batch.version.step > self.newest:
+        said = {"restored": str(batch.restored)} if result is None else {"loss": result.loss}
+        self.event("replayed", step=batch.version.step, **said)
+        if batch.version.step <= self.newest:
+            return
+        if result is None:
+            self.restored(batch)
+        else:
             self.step(batch, result, peers)
 
     def summary(

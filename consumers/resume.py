@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from broker.messages import GroupDelivery, StepEntry, StepRecord
 from consumers.batch import Batch, batch_of
 from consumers.ingest import SeenTasks, entry
 from consumers.lag import History, Staleness
+from headrace.version import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,13 @@ def plan_replay(
     seen: SeenTasks,
     rule: Staleness,
     history: History,
+    gone: Mapping[PolicyVersion, str],
 ) -> Replay:
-    """`records` are those after the checkpoint's `step`; `seen` has the verdicts that the checkpoint contains.
+    """`records` are those after the checkpoint's `step`; `seen` has the verdicts that the checkpoint contains; `gone`
+    says why versions that were restored cannot be had again.
 
-    A step is made again when it follows the one before and all its groups are still there. Which of its tokens were
-    too old is judged as the incarnation did that made it.
+    A step is made again when it follows the one before and all its groups are still there, or the weights that it
+    restored. Which of its tokens were too old is judged as the incarnation did that made it.
     """
     logged = {item.entry_id: item for record in records for item in record.entries if item.verdict != "trained"}
     settled = [judged for d in deliveries if (judged := _judged(d, logged, seen))]
@@ -51,10 +54,13 @@ def plan_replay(
             fork = f"step {step + 1} is not in the log"
         elif missing:
             fork = f"step {step + 1} lacks {missing} of its {len(wanted)} groups"
+        elif record.restored is not None and record.restored in gone:
+            fork = f"step {step + 1} restored weights that cannot be had again: {gone[record.restored]}"
         if fork:
             break
         groups = [there.pop(entry_id) for entry_id in wanted]
-        batches.append(batch_of(record.version, groups, rule, history.until(record.version.incarnation)))
+        batch = batch_of(record.version, groups, rule, history.until(record.version.incarnation))
+        batches.append(replace(batch, restored=record.restored))
         step += 1
     return Replay(tuple(batches), tuple(settled), tuple(there.values()), fork)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,13 @@ class Trainer:
     def parameters(self) -> dict[str, torch.Tensor]:
         """Name to float32 master weight, tied ones once; the tensors themselves, which a step changes in place."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take these weights, by the names of `parameters`, and forget the optimizer's moments: they are of others."""
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(tensors[name])
+        self.optimizer.state.clear()
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """One optimizer step; `step` counts from 0 and sets the warm-up. The batch must hold a loss token.

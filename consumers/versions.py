@@ -33,6 +33,10 @@ class Versions:
         else:
             self._progress.event("publish_skipped", version=str(version))
 
+    def give_up(self) -> None:
+        """The weights are about to become others than those of a version that found no room yet."""
+        self.unpublished = None
+
     async def keep(self) -> None:
         """Publish what found no room; announce the newest one again to a Redis that came back without it."""
         if self._port.mended > self._announced:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -43,8 +43,9 @@ def plan_replay(
     trained: Iterable[str] = (),
     rule: Staleness = Staleness(4),  # noqa: B008
     history: History = HISTORY,
+    gone: Mapping[PolicyVersion, str] = {},
 ) -> Replay:
-    return plan(records, deliveries, step, SeenTasks(9, dict.fromkeys(trained, "trained")), rule, history)
+    return plan(records, deliveries, step, SeenTasks(9, dict.fromkeys(trained, "trained")), rule, history, gone)
 
 
 OPEN = [delivery(n) for n in range(8)]
@@ -88,6 +89,27 @@ def test_a_hole_in_the_log_ends_the_replay() -> None:
     assert ids(replay.fresh) == ["t0", "t1"]
 
 
+RESTORED = [record(5, 0), StepRecord(PolicyVersion(1, 6), (), PolicyVersion(1, 2)), record(7, 1)]
+
+
+def test_a_rollback_is_made_again_where_its_weights_are_still_there() -> None:
+    replay = plan_replay(RESTORED, OPEN[:3], 4, gone={PolicyVersion(1, 3): "freed"})
+    assert [(ids(batch.deliveries), batch.restored) for batch in replay.batches] == [
+        (["t0"], None),
+        ([], PolicyVersion(1, 2)),
+        (["t1"], None),
+    ]
+    assert replay.batches[1].record == RESTORED[1]
+    assert (ids(replay.fresh), replay.fork) == (["t2"], "")
+
+
+def test_a_rollback_whose_weights_are_gone_ends_the_replay() -> None:
+    replay = plan_replay(RESTORED, OPEN[:3], 4, gone={PolicyVersion(1, 2): "version 1.2 was freed"})
+    assert [batch.version.step for batch in replay.batches] == [5]
+    assert replay.fork == "step 6 restored weights that cannot be had again: version 1.2 was freed"
+    assert ids(replay.fresh) == ["t1", "t2"]
+
+
 @given(st.permutations(range(8)), st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)))
 def test_every_open_group_goes_exactly_one_way(order: list[int], lost: set[int], trained: set[int]) -> None:
     there = [delivery(n) for n in range(8) if n not in lost]
@@ -111,5 +133,5 @@ def test_tokens_that_were_masked_are_masked_again_as_the_incarnation_knew_it() -
 
 
 def test_every_verdict_of_the_checkpoint_is_settled_again() -> None:
-    replay = plan([], OPEN[:2], 4, SeenTasks(9, {"t1": "stale"}), Staleness(4), HISTORY)
+    replay = plan([], OPEN[:2], 4, SeenTasks(9, {"t1": "stale"}), Staleness(4), HISTORY, {})
     assert [(e.task_id, e.verdict, e.entry_id) for e in replay.settled] == [("t1", "stale", "1-0")]

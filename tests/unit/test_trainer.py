@@ -78,6 +78,18 @@ def test_training_makes_rewarded_completions_likelier() -> None:
     assert results[-1].loss < results[0].loss - 0.1
 
 
+def test_weights_taken_back_are_trained_on_as_if_nothing_had_been_before() -> None:
+    one = trainer()
+    run(one, GROUPS, steps=3)
+    start = {name: tensor.to(torch.bfloat16) for name, tensor in trainer().parameters().items()}
+    one.restore(start)
+    assert all(torch.equal(tensor, start[name].float()) for name, tensor in one.parameters().items())
+    fresh = trainer()
+    fresh.restore(start)
+    assert run(one, GROUPS, steps=2) == run(fresh, GROUPS, steps=2), "the moments are those of a new optimizer"
+    assert torch.equal(weights(one), weights(fresh))
+
+
 def test_rollouts_without_advantage_stay_out_of_the_backward_pass() -> None:
     equal = group([1, 1, 1, 1], 9)
     one, two = trainer(), trainer()

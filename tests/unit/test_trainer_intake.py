@@ -24,7 +24,7 @@ from consumers.claim import Claim
 from consumers.curriculum import Curriculum, Source
 from consumers.evaluation import Sheet
 from consumers.ingest import SeenTasks
-from consumers.intake import LATE, Intake
+from consumers.intake import LATE, NEEDLESS, Intake
 from consumers.lag import History, Staleness
 from consumers.progress import Progress
 from headrace.config import Config
@@ -199,6 +199,25 @@ async def test_nothing_is_asked_again_when_it_is_turned_off_or_no_step_is_left(s
         made.books.formed = formed
         await made.intake.take(0)
         assert (await made.balance()).outstanding == 0
+
+
+async def test_what_a_rollback_left_over_is_settled_after_the_last_step(side: Begin) -> None:
+    """One group waits for a batch, one for the intake, one is played, and one task for a producer."""
+    made = await side()
+    await made.admitter.fill()
+    waiting, coming, _playing = await made.port.take("p", 3, 0)
+    await made.port.publish("p", waiting, played(waiting, PolicyVersion(1, 0)))
+    await made.intake.take(0)
+    await made.port.publish("p", coming, played(coming, PolicyVersion(1, 0)))
+    made.books.formed = STEPS
+    await made.intake.forgo()
+    sheet = await made.balance()
+    assert (sheet.outstanding, sheet.verdicts) == (1, {"filtered": 3})
+    assert len(made.books.batcher) == made.books.batcher.nbytes == 0
+    await made.intake.take(0)
+    sheet = await made.balance()
+    assert (sheet.outstanding, sheet.reasons) == (0, {f"filtered: {NEEDLESS}": 4})
+    assert await made.admitter.fill() == 0
 
 
 async def test_a_second_group_gets_the_verdict_of_its_task(side: Begin) -> None:

@@ -188,6 +188,21 @@ def test_a_step_whose_trainer_died_before_its_line_gets_it_when_it_is_made_again
     assert again == [2, 3]
 
 
+def test_a_rollback_has_a_line_without_figures(tmp_path: Path) -> None:
+    metrics = Metrics("r", "trainer")
+    progress = Progress(tmp_path, Lane("trainer", "load"), metrics, 1, ())
+    progress.restored(Batch(PolicyVersion(1, 5), (), (), restored=PolicyVersion(1, 2)))
+    progress.replayed(Batch(PolicyVersion(1, 5), (), (), restored=PolicyVersion(1, 2)), None, [])
+    progress.replayed(Batch(PolicyVersion(1, 6), (), (), restored=PolicyVersion(1, 3)), None, [])
+    progress.close()
+    lines = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["restored"]) for line in lines] == [("1.5", "1.2"), ("1.6", "1.3")]
+    assert lines[0]["skipped"] == "the weights are those of version 1.2 again"
+    events = [json.loads(text) for text in (tmp_path / "trainer.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["restored"]) for event in events] == [(5, "1.2"), (6, "1.3")]
+    assert 'headrace_trainer_steps_total{outcome="restored",run="r",service="trainer"} 2.0' in metrics.render().decode()
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ServiceError, match="cannot be written"):
