@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import TimeoutExpired
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
     [
         "aiohttp.web",
         "redis.asyncio",
+        "tests.weight_processes",
         "torch",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",
@@ -35,7 +36,7 @@ class WarmProcess:
         self, module: str, arguments: Sequence[str], environ: Mapping[str, str], log: Path, first: str = ""
     ) -> None:
         self.log = log
-        self._process = _FORKS.Process(target=_become, args=(module, list(arguments), dict(environ), log, first))
+        self._process = FORKS.Process(target=_become, args=(module, list(arguments), dict(environ), log, first))
         self._process.start()
 
     @property

@@ -1,12 +1,8 @@
-"""Trainers and producers as processes of their own that stop at a step of the protocol, to be killed or frozen there.
-
-They are forked from one server that has imported everything, so that a process costs no seconds.
-"""
+"""Trainers and producers as processes of their own that stop at a step of the protocol, to be killed or frozen there."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import threading
@@ -20,6 +16,7 @@ from broker.api import Fence
 from broker.connect import Run, connect_run
 from headrace.errors import Fenced
 from headrace.version import PolicyVersion
+from tests.warm import FORKS
 from tests.weights import HOST, LAYOUT, Engine, Gate, Host, receiving, tensors
 from weightsync import filling
 from weightsync.arena import Arena
@@ -31,17 +28,15 @@ TRAINER_STEPS = ("announced", "copying", "digesting", "copied", "sealed", "head 
 PRODUCER_STEPS = ("fetching", "waiting for the seal", "committing")
 """Of its first version."""
 READER_LEASE_S = 1.0
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
 
 
 class Child:
     """The test's end of one."""
 
     def __init__(self, role: Literal["trainer", "producer"], host: Host, url: str, at: str) -> None:
-        self._pipe, theirs = CONTEXT.Pipe()
+        self._pipe, theirs = FORKS.Pipe()
         arguments = role, url, host.run_id, host.arena.folder, at, theirs
-        self._process = CONTEXT.Process(target=_be, args=arguments, daemon=True)
+        self._process = FORKS.Process(target=_be, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
