@@ -8,6 +8,7 @@ import socket
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,16 @@ LAYOUT = Layout.of([("a", "bfloat16", (64, 40)), ("b", "float32", (333,)), ("c",
 def content(layout: Layout, seed: int = 0, part: int = 0) -> Bytes:
     """Of one part: random bytes."""
     return np.random.default_rng(seed).integers(0, 256, layout.part_nbytes(part), dtype=np.uint8)
+
+
+def changed(data: Bytes, share: float, seed: int) -> Bytes:
+    """With this share of its 16 bit elements changed, mostly by one."""
+    rng = np.random.default_rng(seed)
+    new = data.copy()
+    elements = new[: new.nbytes // 8 * 8].view(np.uint16)
+    places = np.flatnonzero(rng.random(elements.size) < share)
+    elements[places] += np.where(rng.random(places.size) < 0.9, 1, 1000).astype(np.uint16)
+    return new
 
 
 def digests(layout: Layout, data: Bytes) -> list[bytes]:
@@ -68,11 +79,17 @@ class Site:
     book: dict[str, str]
 
     def publish(
-        self, version: PolicyVersion = VERSION, layout: Layout = LAYOUT, *, seed: int = 0, chunks: int | None = None
+        self,
+        version: PolicyVersion = VERSION,
+        layout: Layout = LAYOUT,
+        *,
+        seed: int = 0,
+        data: Bytes | None = None,
+        chunks: int | None = None,
     ) -> Publication:
         """Of one part, whole, or the first `chunks` of it."""
         segment = self.arena.create(RUN, version, layout)
-        data = content(layout, seed)
+        data = content(layout, seed) if data is None else data
         segment.data[:] = data.data
         manifest = Manifest(version, layout, (Part(self.name, segment.name),), False, RUN)
         publication = Publication(segment, manifest, data)
@@ -81,7 +98,7 @@ class Site:
             segment.seal()
         return publication
 
-    def transport(self, *, relay: bool = True, **options: float) -> TcpTransport:
+    def transport(self, *, relay: bool = True, **options: Any) -> TcpTransport:
         address = self.server.address if relay else ""
         return TcpTransport(lambda: self.book, SECRET, RUN, host=self.name, address=address, **options)
 
@@ -94,10 +111,10 @@ class Sites:
         self.book: dict[str, str] = {}
         self.all: list[Site] = []
 
-    def __call__(self, name: str, **options: float) -> Site:
+    def __call__(self, name: str, **options: Any) -> Site:
         arena = Arena(self._folder / name)
         arena.folder.mkdir()
-        server = BulkServer(arena, RUN, SECRET, **options)  # type: ignore[arg-type]
+        server = BulkServer(arena, RUN, SECRET, **options)
         self.book[name] = server.address
         self.all.append(Site(name, arena, server, self.book))
         return self.all[-1]

@@ -13,7 +13,7 @@ import pytest
 from broker.api import Fence, RunRecord
 from broker.connect import Run, connect_run, connect_runs
 from headrace.version import PolicyVersion
-from tests.bulk import LAYOUT, RUN, VERSION, Publication, Site, Sites, content, digests
+from tests.bulk import LAYOUT, RUN, VERSION, Publication, Site, Sites, changed, content, digests
 from tests.conftest import BROKER
 from tests.support import wait_until
 from weightsync.arena import Arena, SegmentName
@@ -41,7 +41,7 @@ class World:
     mirrors: list[Mirror] = field(default_factory=list)
 
     def mirror(self, site: Site) -> Mirror:
-        transport = site.transport(stall_s=0.5)
+        transport = site.transport(stall_s=0.5, codec="sparse-ulp")
         mirror = Mirror(site.arena, transport, self.port, RUN, site.name, stopping=self.stopping, block_ms=50)
         self.mirrors.append(mirror)
         return mirror
@@ -89,6 +89,24 @@ async def test_a_sealed_version_comes_into_this_hosts_memory(world: World, sites
     again = await mirror.pull(version.sealed)
     assert (again.kind, again.full_bytes) == ("held", 0)
     assert len(here.arena.segments(RUN)) == 1
+
+
+async def test_the_next_version_comes_as_a_delta_of_the_one_that_is_here(world: World, sites: Sites) -> None:
+    hosts = [sites("one"), sites("two")]
+    mirrors = [world.mirror(host) for host in hosts]
+    version, data = PolicyVersion(1, 0), content(LAYOUT)
+    for step in range(1, 4):
+        version, data = PolicyVersion(1, step), changed(data, 0.02, step)
+        published = world.origin.publish(version, data=data)
+        await world.seal(published)
+        outcomes = await asyncio.gather(*(mirror.pull(published.sealed) for mirror in mirrors))
+        assert [outcome.kind for outcome in outcomes] == ["held", "held"]
+        for host, mirror, outcome in zip(hosts, mirrors, outcomes, strict=True):
+            assert np.array_equal(there(host.arena, version), data)
+            assert (outcome.delta_bytes > 0) == (step > 1)
+            assert mirror.needed() == {version}
+            if step > 1:
+                assert outcome.delta_bytes + outcome.full_bytes < LAYOUT.nbytes / 2
 
 
 async def test_what_this_host_published_is_not_brought_again(world: World) -> None:

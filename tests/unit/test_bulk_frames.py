@@ -15,6 +15,7 @@ from weightsync.bulk.frames import (
     MAX_FAILED,
     MAX_REQUEST_BYTES,
     Ask,
+    Change,
     Codec,
     Done,
     Get,
@@ -47,9 +48,10 @@ def gets(draw: st.DrawFn) -> Get:
     nbytes = draw(st.integers(1, MAX_LAYOUT_BYTES))
     chunks = -(-nbytes // chunk_bytes)
     first = draw(st.integers(0, chunks - 1))
-    base = draw(st.none() | versions)
+    codecs = st.sampled_from([codec for codec in Codec if codec is not Codec.RAW])
+    change = draw(st.none() | st.builds(Change, versions, codecs, st.binary(max_size=40)))
     part = draw(st.integers(0, MAX_PARTS))
-    return Get(draw(versions), part, nbytes, chunk_bytes, first, draw(st.integers(first + 1, chunks)), base)
+    return Get(draw(versions), part, nbytes, chunk_bytes, first, draw(st.integers(first + 1, chunks)), change)
 
 
 @given(gets() | asks | dones)
@@ -86,7 +88,10 @@ def test_bytes_are_a_request_or_refused(data: bytes) -> None:
         ["get", -1, 9, 0, 1000, 64, 0, 1, []],
         ["get", 2, (1 << 62) + 1, 0, 1000, 64, 0, 1, []],
         ["get", 2, 9, 0, 1000, 64, 0, 1, [1]],
-        ["get", 2, 9, 0, 1000, 64, 0, 1, [1, -1]],
+        ["get", 2, 9, 0, 1000, 64, 0, 1, [1, -1, 1, b""]],
+        ["get", 2, 9, 0, 1000, 64, 0, 1, [1, 1, 0, b""]],
+        ["get", 2, 9, 0, 1000, 64, 0, 1, [1, 1, 3, b""]],
+        ["get", 2, 9, 0, 1000, 64, 0, 1, [1, 1, 1, ""]],
         ["get", 2, 9, 0, 1000, 64, 0, True, []],
         ["get", 2, 9.0, 0, 1000, 64, 0, 1, []],
         ["ask", 2, 9, 0, "n" * (MAX_TEXT + 1), "", "", []],
@@ -117,6 +122,7 @@ headers = st.builds(
     st.integers(0, (1 << 32) - 1),
     st.binary(min_size=16, max_size=16),
     st.binary(min_size=16, max_size=16),
+    st.integers(0, (1 << 32) - 1),
 )
 
 
@@ -135,20 +141,25 @@ def test_any_changed_byte_of_a_header_is_noticed(header: Header, at: int, change
         decode_header(bytes(data))
 
 
+CHANGE = Change(VERSION, Codec.SPARSE_ULP, b"")
+
+
 @pytest.mark.parametrize(
-    "header",
+    ("header", "change"),
     [
-        Header(Status.CHUNK, Codec.RAW, 4, 100, 100),
-        Header(Status.CHUNK, Codec.RAW, 3, 101, 101),
-        Header(Status.CHUNK, Codec.RAW, 3, 99, 100),
-        Header(Status.CHUNK, Codec.DELTA, 3, 101, 100),
-        Header(Status.CHUNK, Codec.DELTA, 3, 50, 99),
+        (Header(Status.CHUNK, Codec.RAW, 4, 100, 100), CHANGE),
+        (Header(Status.CHUNK, Codec.RAW, 3, 101, 101), CHANGE),
+        (Header(Status.CHUNK, Codec.RAW, 3, 99, 100), CHANGE),
+        (Header(Status.CHUNK, Codec.SPARSE_ULP, 3, 100, 100), CHANGE),
+        (Header(Status.CHUNK, Codec.SPARSE_ULP, 3, 50, 99), CHANGE),
+        (Header(Status.CHUNK, Codec.SPARSE_ABS, 3, 50, 100), CHANGE),
+        (Header(Status.CHUNK, Codec.SPARSE_ULP, 3, 50, 100), None),
     ],
 )
-def test_a_header_that_does_not_fit_what_was_asked_is_refused(header: Header) -> None:
-    assert header_fault(Header(Status.CHUNK, Codec.RAW, 3, 100, 100), 3, 100) is None
-    assert header_fault(Header(Status.CHUNK, Codec.DELTA, 3, 60, 100), 3, 100) is None
-    assert header_fault(header, 3, 100)
+def test_a_header_that_does_not_fit_what_was_asked_is_refused(header: Header, change: Change | None) -> None:
+    assert header_fault(Header(Status.CHUNK, Codec.RAW, 3, 100, 100), 3, 100, change) is None
+    assert header_fault(Header(Status.CHUNK, Codec.SPARSE_ULP, 3, 99, 100), 3, 100, CHANGE) is None
+    assert header_fault(header, 3, 100, change)
 
 
 def test_parents_are_read_as_they_were_written_and_bounded() -> None:

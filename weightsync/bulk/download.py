@@ -8,16 +8,20 @@ ends each of these waits at once.
 
 from __future__ import annotations
 
+import logging
 import time
 
-from headrace.errors import WireError
+from headrace.errors import WeightError, WireError
 from weightsync.bulk.client import Cancellation, Connection
-from weightsync.bulk.frames import Get, Header, Status, header_fault
+from weightsync.bulk.deltas import apply_to, decode_runs, runs_between, runs_of
+from weightsync.bulk.frames import Change, Codec, Get, Header, Status, header_fault
 from weightsync.bulk.parents import Downloads, Parents
-from weightsync.digests import Pace
+from weightsync.digests import Pace, digest_of
 from weightsync.manifest import Manifest
 from weightsync.placement import Placement
 from weightsync.transports.api import Base, Unavailable
+
+log = logging.getLogger(__name__)
 
 ROUND_S = 1.0
 """A fetch that has a chunk returns after this time."""
@@ -28,6 +32,10 @@ AGAIN_S = 0.05
 """Rest of a fetch that found nobody, so that asking again at once is harmless."""
 
 
+class _WrongBase(Exception):
+    """A delta came whole, and does not fit the base that is here."""
+
+
 class Download:
     """For one thread at a time; `cancel` is for any."""
 
@@ -36,6 +44,10 @@ class Download:
         self._manifest = manifest
         self._part = part
         self._base = base
+        self._runs = b""
+        self._marks: list[tuple[int, str]] = []
+        self._change: Change | None = None
+        """As what the parent was asked to send."""
         self._expected = manifest.parts[part].digests if manifest.sealed else None
         self._cancellation = Cancellation()
         self._parents = Parents(shared, manifest.version, part, manifest.parts[part].host, self._cancellation)
@@ -98,6 +110,11 @@ class Download:
                     return self._take(parent, header, at, out, pace)
                 if not self._goes_on(parent, header.status):
                     return None
+            except _WrongBase as error:
+                log.warning("weight version %s: chunk %d is fetched in full: %s", self._manifest.version, at, error)
+                self._base = None
+                self._parents.again(parent.address)
+                self._drop()
             except WireError as error:
                 self._shared.standing.bad(parent.address, time.monotonic())
                 self._shared.count(bad_chunks=1)
@@ -117,27 +134,67 @@ class Download:
         if self._next is None:
             layout = self._manifest.layout
             nbytes = layout.part_nbytes(self._part)
-            parent.ask(Get(self._manifest.version, self._part, nbytes, layout.chunk_bytes, at, end))
+            self._change = self._wanted(parent.address, nbytes)
+            parent.ask(Get(self._manifest.version, self._part, nbytes, layout.chunk_bytes, at, end, self._change))
             self._next, self._end = at, end
         return parent.header()
 
+    def _wanted(self, address: str, nbytes: int) -> Change | None:
+        """How the parent should send it: the difference from the base, or in full (None)."""
+        codec = self._shared.codec
+        if self._base is None or codec == "raw" or self._shared.same_host(self._manifest.parts[self._part].host):
+            return None
+        if codec == "auto" and not self._shared.standing.delta_pays(address, nbytes):
+            return None
+        if not self._runs:
+            self._runs = runs_of(self._manifest.layout, self._part)
+            self._marks = decode_runs(self._runs) if self._runs else []
+        how = Codec.SPARSE_ABS if codec == "sparse-abs" else Codec.SPARSE_ULP
+        return Change(self._base.version, how, self._runs) if self._runs else None
+
     def _take(self, parent: Connection, header: Header, at: int, out: Placement, pace: Pace) -> bytes:
-        """Raises OSError, WireError for a chunk that does not match."""
+        """Raises OSError, WireError for a chunk that does not match, _WrongBase for a delta that does not fit."""
         first, last = out.bounds[at]
-        if fault := header_fault(header, at, last - first):
+        if fault := header_fault(header, at, last - first, self._change):
             raise WireError(fault)
-        start = time.perf_counter()
-        digest = parent.read(out.views(at), pace)
-        self._shared.standing.sent(parent.address, header.wire_nbytes, time.perf_counter() - start)
-        if digest != header.digest:
-            raise WireError(f"chunk {at} was damaged on the way")
-        if self._expected is not None and digest != self._expected[at]:
+        expected = header.digest if self._expected is None else self._expected[at]
+        if header.digest != expected:
             raise WireError(f"chunk {at} is not what the manifest says")
-        self._shared.count(full_bytes=header.wire_nbytes)
+        if header.codec is Codec.RAW:
+            start = time.perf_counter()
+            digest = parent.read(out.views(at), pace)
+            self._shared.standing.sent(parent.address, header.nbytes, time.perf_counter() - start)
+            self._shared.count(full_bytes=header.nbytes)
+            if digest != expected:
+                raise WireError(f"chunk {at} was damaged on the way")
+        else:
+            self._take_delta(parent, header, at, out, pace)
         self._parents.heard()
         self._lagging = None
         self._next = at + 1 if at + 1 < self._end else None
-        return digest
+        return expected
+
+    def _take_delta(self, parent: Connection, header: Header, at: int, out: Placement, pace: Pace) -> None:
+        assert self._base is not None
+        wire = memoryview(bytearray(header.wire_nbytes))
+        if parent.read([wire], pace) != header.wire_digest:
+            raise WireError(f"the delta of chunk {at} was damaged on the way")
+        self._shared.count(delta_bytes=header.wire_nbytes, delta_chunks=1)
+        pace.start()
+        start = time.perf_counter()
+        runs = runs_between(self._marks, *out.bounds[at])
+        views = out.views(at)
+        try:
+            apply_to(self._base, self._part, at, header.codec, wire, runs, views)
+        except (WireError, WeightError) as error:
+            raise _WrongBase(str(error)) from error
+        if digest_of(views) != header.digest:
+            raise _WrongBase(f"it is not what version {self._base.version} is changed to")
+        seconds = time.perf_counter() - start
+        pace.rest()
+        self._shared.standing.changed(
+            parent.address, header.nbytes, header.wire_nbytes, header.encode_us / 1e6, seconds
+        )  # fmt: skip
 
     def _goes_on(self, parent: Connection, status: Status) -> bool:
         """After a reply that is no chunk: whether to look for another parent now."""
@@ -166,7 +223,10 @@ class Download:
             self._parents.again(self._parent.address)
         else:
             self._parents.failed(self._parent.address, reason)
-        # Whatever was asked for may still come.
+        self._drop()
+
+    def _drop(self) -> None:
+        """The parent's connection, in which what was asked for may still come."""
         self._next = -1
         self._let_go()
 

@@ -2,7 +2,7 @@
 
 A request is a msgpack list behind its length (u32). Each reply starts with a header of fixed size:
 
-    status u8, codec u8, 0 u16, chunk u32, bytes on the wire u32, bytes of the chunk u32,
+    status u8, codec u8, 0 u16, chunk u32, bytes on the wire u32, bytes of the chunk u32, microseconds of encoding u32,
     digest of the chunk's new bytes (16), digest of the bytes on the wire where they are others (16),
     digest of all this (8)
 
@@ -29,7 +29,7 @@ MAX_PARENTS = 3
 MAX_FAILED = 16
 LENGTH = struct.Struct("<I")
 
-_HEADER = struct.Struct("<BBHIII16s16s")
+_HEADER = struct.Struct("<BBHIIII16s16s")
 _CHECK_BYTES = 8
 HEADER_BYTES = _HEADER.size + _CHECK_BYTES
 _NO_DIGEST = bytes(DIGEST_BYTES)
@@ -52,7 +52,23 @@ class Status(enum.IntEnum):
 
 class Codec(enum.IntEnum):
     RAW = 0
-    DELTA = 1
+    SPARSE_ULP = 1
+    SPARSE_ABS = 2
+
+    @property
+    def key(self) -> str:
+        """Its name in `codecs.CODECS`."""
+        return self.name.lower().replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Chunks as the difference from a version that the asker has whole, where the server has it as well."""
+
+    base: PolicyVersion
+    codec: Codec
+    runs: bytes
+    """As `deltas.runs_of` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +82,7 @@ class Get:
     chunk_bytes: int
     first: int
     end: int
-    base: PolicyVersion | None = None
-    """What the asker has whole, if it would rather have a delta."""
+    change: Change | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +124,16 @@ class Header:
     nbytes: int = 0
     digest: bytes = _NO_DIGEST
     wire_digest: bytes = _NO_DIGEST
+    encode_us: int = 0
+    """What it took to encode, where that was not done already."""
 
 
 def encode_request(request: Request) -> bytes:
     """With its length before it."""
     match request:
-        case Get(version, part, nbytes, chunk_bytes, first, end, base):
-            row = ["get", *version, part, nbytes, chunk_bytes, first, end, [*base] if base else []]
+        case Get(version, part, nbytes, chunk_bytes, first, end, change):
+            how = [*change.base, int(change.codec), change.runs] if change else []
+            row = ["get", *version, part, nbytes, chunk_bytes, first, end, how]
         case Ask(version, part, name, address, parent, failed):
             row = ["ask", *version, part, name, address, parent, [*failed]]
         case Done(version, part, name, holds):
@@ -146,8 +164,8 @@ def decode_request(body: bytes) -> Request:
 
 def encode_header(header: Header) -> bytes:
     data = _HEADER.pack(
-        header.status, header.codec, 0, header.chunk, header.wire_nbytes, header.nbytes, header.digest,
-        header.wire_digest,
+        header.status, header.codec, 0, header.chunk, header.wire_nbytes, header.nbytes, header.encode_us,
+        header.digest, header.wire_digest,
     )  # fmt: skip
     return data + xxhash.xxh3_64_digest(data)
 
@@ -157,20 +175,24 @@ def decode_header(data: bytes) -> Header:
     fields = data[: _HEADER.size]
     if xxhash.xxh3_64_digest(fields) != data[_HEADER.size :]:
         raise WireError("the header of a reply was damaged on the way")
-    status, codec, _, chunk, wire_nbytes, nbytes, digest, wire_digest = _HEADER.unpack(fields)
+    status, codec, _, chunk, wire_nbytes, nbytes, encode_us, digest, wire_digest = _HEADER.unpack(fields)
     try:
-        return Header(Status(status), Codec(codec), chunk, wire_nbytes, nbytes, digest, wire_digest)
+        return Header(Status(status), Codec(codec), chunk, wire_nbytes, nbytes, digest, wire_digest, encode_us)
     except ValueError as error:
         raise WireError(f"the header of a reply is not valid: {error}") from error
 
 
-def header_fault(header: Header, chunk: int, nbytes: int) -> str | None:
-    """Why this is not the header of chunk number `chunk` of so many bytes, or None."""
+def header_fault(header: Header, chunk: int, nbytes: int, change: Change | None) -> str | None:
+    """Why this is not the header of chunk number `chunk` of so many bytes, asked for like that, or None."""
     if (header.chunk, header.nbytes) != (chunk, nbytes):
         return f"chunk {header.chunk} of {header.nbytes} bytes came instead of chunk {chunk} of {nbytes}"
-    if header.codec is Codec.RAW and header.wire_nbytes != nbytes:
-        return f"{header.wire_nbytes} bytes stand for the {nbytes} of chunk {chunk}"
-    if header.wire_nbytes > nbytes:
+    if header.codec is Codec.RAW:
+        return (
+            None if header.wire_nbytes == nbytes else f"{header.wire_nbytes} bytes stand for {nbytes} of chunk {chunk}"
+        )
+    if change is None or header.codec is not change.codec:
+        return f"chunk {chunk} came as {header.codec.key}, which was not asked for"
+    if header.wire_nbytes >= nbytes:
         return f"chunk {chunk} is {header.wire_nbytes} bytes as a delta, and {nbytes} without"
     return None
 
@@ -189,12 +211,17 @@ def decode_parents(body: bytes) -> list[str]:
 
 
 def _get(fields: list[Any]) -> Get:
-    incarnation, step, part, nbytes, chunk_bytes, first, end, base = _typed(fields, *[int] * 7, list)
+    incarnation, step, part, nbytes, chunk_bytes, first, end, how = _typed(fields, *[int] * 7, list)
     chunks = -(-_within(nbytes, MAX_LAYOUT_BYTES) // _within(chunk_bytes, MAX_CHUNK_BYTES, ALIGNMENT))
     if not 0 <= first < end <= chunks:
         raise WireError(f"chunks {first} to {end} are asked for where a part has {chunks}")
-    known = _version(*_typed(base, int, int)) if base else None
-    return Get(_version(incarnation, step), _within(part, MAX_PARTS), nbytes, chunk_bytes, first, end, known)
+    change = _change(*_typed(how, int, int, int, bytes)) if how else None
+    return Get(_version(incarnation, step), _within(part, MAX_PARTS), nbytes, chunk_bytes, first, end, change)
+
+
+def _change(incarnation: int, step: int, codec: int, runs: bytes) -> Change:
+    codec = _within(codec, max(Codec), Codec.RAW + 1)
+    return Change(_version(incarnation, step), Codec(codec), runs)
 
 
 def _ask(fields: list[Any]) -> Ask:
@@ -214,8 +241,8 @@ def _ask(fields: list[Any]) -> Ask:
 def _unpack(body: bytes) -> Any:
     try:
         return msgpack.unpackb(
-            body, raw=False, use_list=True, max_str_len=MAX_TEXT * 4, max_bin_len=0, max_array_len=32, max_map_len=0,
-            max_ext_len=0,
+            body, raw=False, use_list=True, max_str_len=MAX_TEXT * 4, max_bin_len=len(body), max_array_len=32,
+            max_map_len=0, max_ext_len=0,
         )  # fmt: skip
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a message is not valid msgpack: {error or type(error).__name__}") from error

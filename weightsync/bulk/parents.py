@@ -49,8 +49,11 @@ class Downloads:
     run_id: str
     name: str
     """Of who pulls; no two processes have the same."""
+    host: str
     address: str = ""
     """Where others may have it from this process; empty where nobody can."""
+    codec: str = "auto"
+    """Of `weights.codec`."""
     connect_s: float = 2.0
     stall_s: float = 2.0
     patience_s: float = 30.0
@@ -59,6 +62,10 @@ class Downloads:
     stats: TcpStats = TcpStats()
     _idle: dict[str, Connection] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def same_host(self, host: str) -> bool:
+        """On one host there is no wire to save."""
+        return host == self.host
 
     def take(self, address: str) -> Connection | None:
         """An open connection that nobody uses."""

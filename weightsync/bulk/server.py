@@ -48,8 +48,10 @@ class BulkServer:
         stall_s: float = 2.0,
         wait_s: float = 1.0,
         max_connections: int = 256,
+        cache_bytes: int = 256 << 20,
     ) -> None:
-        """Listens, and serves from now on. `advertise` is the host that others reach it under, `host` by default.
+        """Listens, and serves from now on. `advertise` is the host that others reach it under, `host` by default;
+        `cache_bytes` bounds the deltas that are kept for the next reader.
 
         Raises WeightError where it may not or cannot listen.
         """
@@ -59,7 +61,7 @@ class BulkServer:
         self._max_connections = max_connections
         self._shelf = Shelf(arena, run_id)
         # One more than what the tracker gives away at first, and as many as it lets a relay have.
-        self._books = Books(Tracker(upload_slots), max(CHILDREN, upload_slots + 1))
+        self._books = Books(Tracker(upload_slots), max(CHILDREN, upload_slots + 1), cache_bytes)
         self._open: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import select
 import socket
 import threading
 import time
 from dataclasses import dataclass, replace
 
-from headrace.errors import WireError
+from headrace.errors import WeightError, WireError
+from weightsync.bulk.deltas import Delta, DeltaCache, Encoder
 from weightsync.bulk.frames import (
     LENGTH,
     MAX_REQUEST_BYTES,
@@ -27,9 +30,12 @@ from weightsync.bulk.shelf import Held, Shelf
 from weightsync.bulk.sockets import receive, send, send_file, wait_for
 from weightsync.tracker import Tracker
 
+log = logging.getLogger(__name__)
+
 IDLE_S = 5.0
 REQUEST_S = 2.0
 """For the rest of a request once its first byte came."""
+MAX_ENCODE_US = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,10 @@ class BulkStats:
     sent_bytes: int = 0
     """Of chunks, as they go over the wire."""
     chunks: int = 0
+    delta_chunks: int = 0
+    """Of these, as deltas."""
+    encoded: int = 0
+    """Deltas that were made; the others were there already."""
     connections: int = 0
     """Refused ones included."""
     refused: int = 0
@@ -54,8 +64,9 @@ class BulkStats:
 class Books:
     """What all connections of a server share. Any thread."""
 
-    def __init__(self, tracker: Tracker, max_uploads: int) -> None:
+    def __init__(self, tracker: Tracker, max_uploads: int, cache_bytes: int) -> None:
         self.stats = BulkStats()
+        self.deltas = DeltaCache(cache_bytes)
         self.uploads = 0
         self._max_uploads = max_uploads
         self._tracker = tracker
@@ -150,15 +161,25 @@ class Upload:
             self._reply(Header(Status.GONE))
             return
         try:
-            if self._take_slot():
-                self._send_chunks(get, held)
-            else:
+            if not self._take_slot():
                 self._books.count(busy=1)
                 self._reply(Header(Status.BUSY))
+            elif (encoder := self._encoder(get, held)) is None:
+                self._send_chunks(get, held, None)
+            else:
+                with contextlib.closing(encoder):
+                    self._send_chunks(get, held, encoder)
         finally:
             held.close()
 
-    def _send_chunks(self, get: Get, held: Held) -> None:
+    def _encoder(self, get: Get, held: Held) -> Encoder | None:
+        """Where a delta is wanted and its base is here, too."""
+        if get.change is None:
+            return None
+        base = self._shelf.whole(get.change.base, get.part, get.nbytes, get.chunk_bytes)
+        return None if base is None else Encoder(get, get.change, base, held, self._books.deltas)
+
+    def _send_chunks(self, get: Get, held: Held, encoder: Encoder | None) -> None:
         chunk = get.first
         while chunk < get.end and not self._closing.is_set():
             ready = min(get.end, held.grown(chunk, self._wait_s, self._ended))
@@ -168,13 +189,37 @@ class Upload:
             for digest in held.segment.digests(chunk, ready):
                 start = chunk * get.chunk_bytes
                 nbytes = min(get.chunk_bytes, get.nbytes - start)
-                self._send_chunk(held, start, Header(Status.CHUNK, Codec.RAW, chunk, nbytes, nbytes, digest))
+                delta = self._delta(encoder, chunk, nbytes)
+                if encoder is None or delta is None:
+                    self._send_full(held, start, Header(Status.CHUNK, Codec.RAW, chunk, nbytes, nbytes, digest))
+                else:
+                    codec, us = encoder.codec, min(MAX_ENCODE_US, int(delta.encode_s * 1e6))
+                    header = Header(Status.CHUNK, codec, chunk, len(delta.wire), nbytes, digest, delta.digest, us)
+                    self._send_delta(header, delta.wire)
                 chunk += 1
 
-    def _send_chunk(self, held: Held, start: int, header: Header) -> None:
+    def _delta(self, encoder: Encoder | None, chunk: int, nbytes: int) -> Delta | None:
+        """Where it is shorter than the chunk."""
+        if encoder is None:
+            return None
+        try:
+            delta = encoder.encode(chunk)
+        except WeightError as error:
+            # What the asker says of dtypes does not fit, or the base ended.
+            log.info("chunk %d goes out in full: %s", chunk, error)
+            return None
+        self._books.count(encoded=delta.encode_s > 0)
+        return delta if len(delta.wire) < nbytes else None
+
+    def _send_full(self, held: Held, start: int, header: Header) -> None:
         self._books.count(chunks=1, sent_bytes=header.wire_nbytes)
         send(self._sock, encode_header(header), self._stall_s, more=True)
         send_file(self._sock, held.segment.fileno(), start, start + header.nbytes, self._stall_s)
+
+    def _send_delta(self, header: Header, wire: bytes) -> None:
+        self._books.count(chunks=1, delta_chunks=1, sent_bytes=header.wire_nbytes)
+        send(self._sock, encode_header(header), self._stall_s, more=True)
+        send(self._sock, wire, self._stall_s)
 
     def _ended(self, seconds: float) -> bool:
         """Whether either end closes the connection within so many seconds."""

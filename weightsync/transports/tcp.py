@@ -46,15 +46,20 @@ class TcpTransport:
         *,
         host: str,
         address: str = "",
+        codec: str = "auto",
         connect_s: float = 2.0,
         stall_s: float = 2.0,
         patience_s: float = 30.0,
     ) -> None:
-        """`addresses` says, without waiting, which hosts have a bulk server where; `address` is this process's own."""
+        """`addresses` says, without waiting, which hosts have a bulk server where; `address` is this process's own.
+
+        `codec` is how versions come of which the base is here: "auto", "raw", "sparse-ulp" or "sparse-abs".
+        """
         name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._downloads = Downloads(
-            addresses, secret, run_id, name, address, connect_s=connect_s, stall_s=stall_s, patience_s=patience_s
-        )
+            addresses, secret, run_id, name, host, address, codec,
+            connect_s=connect_s, stall_s=stall_s, patience_s=patience_s,
+        )  # fmt: skip
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tcp-fetch")
 
     async def open(self, manifest: Manifest, part: int, base: Base | None = None) -> TcpSource | Unavailable:
