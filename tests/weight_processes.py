@@ -1,4 +1,4 @@
-"""Trainers and producers as processes of their own that stop at a step of the protocol, to be killed or frozen there."""
+"""Trainers and producers as processes that stop at a step of the protocol, to be killed or frozen there."""
 
 from __future__ import annotations
 
