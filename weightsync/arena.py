@@ -250,9 +250,6 @@ class Arena:
             key=lambda name: (name.run_id, name.version),
         )
 
-    def exists(self, name: SegmentName) -> bool:
-        return (self.folder / str(name)).exists()
-
     def remove(self, name: SegmentName) -> bool:
         """Free a segment; readers keep what they have mapped. False when it was gone already."""
         try:

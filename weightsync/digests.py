@@ -10,9 +10,6 @@ from collections.abc import Sequence
 
 import xxhash
 
-from weightsync.manifest import Layout
-from weightsync.placement import Bytes, Placement
-
 BLOCK_BYTES = 4 << 20
 """Work between two rests of a paced loop: long enough to be efficient, short enough not to be felt."""
 MAX_REST_S = 0.05
@@ -48,9 +45,3 @@ def digest_of(views: Sequence[memoryview], pace: Pace | None = None) -> bytes:
             if pace is not None:
                 pace.rest()
     return state.digest()
-
-
-def digests_of(layout: Layout, part: int, data: Bytes) -> tuple[bytes, ...]:
-    """Digest of each chunk of one part, whose bytes lie in a buffer [layout.nbytes]."""
-    placement = Placement(layout, part, data)
-    return tuple(digest_of(placement.views(chunk)) for chunk in range(len(placement.bounds)))
