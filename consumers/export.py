@@ -23,10 +23,14 @@ def export(checkpoint_folder: Path, model_folder: Path, out: Path, dtype: str = 
 
     Raises CheckpointError when the checkpoint cannot be read or `out` not be written, ModelError for the model.
     """
-    loaded = checkpoint.load(checkpoint_folder)
+    return export_tensors(checkpoint.load(checkpoint_folder).model, model_folder, out, dtype)
+
+
+def export_tensors(tensors: Mapping[str, torch.Tensor], model_folder: Path, out: Path, dtype: str) -> Path:
+    """The same of weights by parameter name."""
     check_place(out)
     work = placing.beside(out, 0)
-    prepare(loaded.model, load_model(model_folder, dtype, "cpu"), model_folder, work)
+    prepare(tensors, load_model(model_folder, dtype, "cpu"), model_folder, work)
     return place(work, out)
 
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from deploy.options import JsonOption, RunOption
+from deploy.weights_cli import weights_app
 from headrace.errors import HeadraceError
 
 DEBUG = "HEADRACE_DEBUG"
@@ -32,6 +34,7 @@ runs_app = typer.Typer(help="List and delete runs.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 dead_app = typer.Typer(help="Entries that nobody could use: see, replay or drop them.", no_args_is_help=True)
 app.add_typer(dead_app, name="dead")
+app.add_typer(weights_app, name="weights")
 
 Result = TypeVar("Result")
 
@@ -39,8 +42,6 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", metavar="FI
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One configuration value; may be repeated.")
 ]
-RunOption = Annotated[str | None, typer.Option("--run", metavar="ID", help="Default: the newest live run here.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LettersArgument = Annotated[list[str] | None, typer.Argument(metavar="ID…", help="Ids of `headrace dead list`.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All that there are.")]
 

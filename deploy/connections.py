@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from broker.api import OperatorPort, Runs
-from broker.connect import connect_run, connect_runs
+from broker.connect import Run, connect_run, connect_runs
 from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
 from headrace.config import BrokerConfig
 from headrace.config_sources import resolve
@@ -79,7 +79,7 @@ async def open_runs() -> AsyncIterator[Runs | None]:
 
 
 @asynccontextmanager
-async def open_operator(run: str | None) -> AsyncIterator[tuple[str, OperatorPort]]:
+async def open_operator(run: str | None) -> AsyncIterator[tuple[str, Run]]:
     """The id and port of the run that is meant. Raises ConfigError, BrokerUnavailable, Refused."""
     run = named(run)
     if url := os.environ.get(NAME_OF_URL):

@@ -1,4 +1,4 @@
-"""Orders to a running launcher, and waiting for what came of them."""
+"""Orders to the services of a run, and waiting for what came of them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,71 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from broker.api import OperatorPort, Order, Peer
 from deploy.connections import local_connection, open_operator, runs_folder
 from deploy.run_folder import Connection, RunFolder
-from headrace.errors import BrokerError, ServiceError
+from headrace.errors import BrokerError, ServiceError, WeightError
+from headrace.version import PolicyVersion
 
 LOOK_S = 0.2
 SCALE_S = 240.0
 """Longer than a launcher takes to answer, whatever happens."""
+ROLLBACK_S = 900.0
+"""A trainer answers between two steps, once a checkpoint contains the rollback; it may evaluate first."""
 
 
 async def scale(run: str | None, count: int) -> str:
     """Ask the launcher for `count` producers; returns what it says happened. Raises ServiceError when it does not."""
     async with open_operator(run) as (run_id, operator):
-        if await _launcher(operator) is None:
+        launcher = await _alive(operator, "launcher")
+        if launcher is None:
             raise ServiceError(
                 f"run {run_id} has no launcher that could start producers; start one by hand with `python -m producers`"
             )
-        mark = f"asked by process {os.getpid()} of {socket.gethostname()}, {secrets.token_hex(3)}"
-        await operator.order(Order("", "scale", target="producer", count=count, reason=mark))
-        answer = ""
+        order = Order("", "scale", target="producer", count=count, reason=_mark())
+        return str(await _answer(run_id, operator, order, launcher, SCALE_S))
 
-        async def answered() -> bool:
-            nonlocal answer
-            launcher = await _launcher(operator)
-            if launcher is None:
-                raise ServiceError(f"the launcher of run {run_id} went away before it had answered")
-            answer = launcher.state.get("answers", {}).get(mark, "")
-            return bool(answer)
 
-        if not await _until(answered, SCALE_S):
-            raise ServiceError(f"the launcher of run {run_id} did not answer within {SCALE_S:.0f} s")
-        return answer
+async def rollback(run: str | None, version: PolicyVersion) -> str:
+    """Ask the trainer to take an earlier version's weights back; returns a sentence with what they are now.
+
+    Raises WeightError with its reason when it does not, ServiceError when it does not answer.
+    """
+    async with open_operator(run) as (run_id, operator):
+        trainer = await _alive(operator, "trainer")
+        if trainer is None:
+            raise ServiceError(f"run {run_id} has no trainer that could roll back; `headrace up --resume` starts one")
+        order = Order("", "rollback", target=str(version), reason=_mark())
+        answer = await _answer(run_id, operator, order, trainer, ROLLBACK_S)
+        if "refused" in answer:
+            raise WeightError(f"run {run_id} does not go back to weight version {version}: {answer['refused']}")
+        return f"weight version {answer['version']} of run {run_id} has the weights of {version}, and training goes on"
+
+
+async def _answer(run_id: str, operator: OperatorPort, order: Order, asked: Peer, patience_s: float) -> Any:
+    """What this service answers to the order under its mark. Raises ServiceError when it does not."""
+    await operator.order(order)
+    answer: Any = None
+
+    async def answered() -> bool:
+        nonlocal answer
+        peer = await _alive(operator, asked.role)
+        if peer is None or (peer.host, peer.pid) != (asked.host, asked.pid):
+            raise ServiceError(
+                f"the {asked.role} of run {run_id} went away before it had answered; look at `headrace status`"
+            )
+        answer = peer.state.get("answers", {}).get(order.reason)
+        return bool(answer)
+
+    if not await _until(answered, patience_s):
+        raise ServiceError(f"the {asked.role} of run {run_id} did not answer within {patience_s:.0f} s")
+    return answer
+
+
+def _mark() -> str:
+    return f"asked by process {os.getpid()} of {socket.gethostname()}, {secrets.token_hex(3)}"
 
 
 async def stop(run: str | None, patience_s: float) -> str:
@@ -81,7 +113,7 @@ async def _stop_remote(run: str | None, patience_s: float) -> str:
     """Ask every service of a run in a shared broker to leave, and wait until none is alive."""
     async with open_operator(run) as (run_id, operator):
         # A launcher stops its services in their order; without one each hears it for itself.
-        target = "launcher" if await _launcher(operator) is not None else ""
+        target = "launcher" if await _alive(operator, "launcher") is not None else ""
         await operator.order(Order("", "stop", target=target, reason="headrace stop"))
         left: list[Peer] = []
 
@@ -101,8 +133,8 @@ async def _order_stop(run_id: str) -> None:
         await operator.order(Order("", "stop", target="launcher", reason="headrace stop"))
 
 
-async def _launcher(operator: OperatorPort) -> Peer | None:
-    return next((peer for peer in await operator.peers() if peer.role == "launcher" and peer.alive), None)
+async def _alive(operator: OperatorPort, role: str) -> Peer | None:
+    return next((peer for peer in await operator.peers() if peer.role == role and peer.alive), None)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], seconds: float) -> bool:

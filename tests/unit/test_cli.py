@@ -52,7 +52,8 @@ def test_configuration_and_launcher_import_no_torch(module: str) -> None:
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = headrace("--help", cwd=tmp_path)
     assert done.returncode == 0
-    for command in ("up", "scale", "status", "rollouts", "stop", "config", "prepare", "runs", "dead", "scripts"):
+    commands = ("up", "scale", "status", "rollouts", "stop", "config", "prepare", "runs", "dead", "weights", "scripts")
+    for command in commands:
         assert f" {command} " in done.stdout
 
 
@@ -97,6 +98,10 @@ def test_usage_errors_are_clear(arguments: tuple[str, ...], sentence: str, tmp_p
         (("dead", "show", "x"), "'x' is no id of a dead letter (they look like 1767193502123-0)"),
         (("dead", "replay"), "name the letters, or say --all; `headrace dead list` shows their ids"),
         (("dead", "drop", "1-0", "--all"), "name the letters, or say --all"),
+        (("weights", "list"), "no run is running in"),
+        (("weights", "pin", "1"), "'1' is no weight version (they look like 1.140); `headrace weights list` names all"),
+        (("weights", "rollback", "1.x"), "'1.x' is no weight version"),
+        (("weights", "export", "1.2", "out"), "no run is running in"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
