@@ -27,7 +27,7 @@ from weightsync.digests import Pace
 from weightsync.leasing import leased
 from weightsync.manifest import Layout, Manifest, decode
 from weightsync.placement import Bytes, Placement, tensors_in
-from weightsync.staging import ROUND_CHUNKS, backoff_s, gives_way
+from weightsync.staging import ROUND_CHUNKS, backoff_s, given_up, gives_way
 from weightsync.transports.api import Transport, Unavailable
 from weightsync.transports.shm import ShmTransport
 
@@ -250,7 +250,7 @@ class Receiver:
                 if isinstance(came, Unavailable):
                     log.info("weight version %s vanished while it was staged: %s", version, came.reason)
                     return _Outcome.VANISHED
-                if not came and (late := self._waits_in_vain(version, await self._look())):
+                if not came and (late := _waits_in_vain(version, await self._look())):
                     return late
                 digests += came
         finally:
@@ -265,7 +265,7 @@ class Receiver:
             versions = self._versions
             if versions.head is None or versions.head < manifest.version:
                 versions = await self._look(self._block_ms)
-            if self._given_up(manifest.version, versions):
+            if given_up(manifest.version, versions):
                 return _Outcome.VANISHED
             if versions.head is not None and versions.head >= manifest.version:
                 sealed = await self._manifest(manifest.version)
@@ -301,22 +301,9 @@ class Receiver:
         return None
 
     async def _gives_way(self, manifest: Manifest, staged: float) -> bool:
-        """A version that is not sealed yet gives way to any newer one that is."""
-        versions = await self._look()
-        if not manifest.sealed and versions.head is not None and versions.head > manifest.version:
-            return self._skips_in_a_row == 0 or self._given_up(manifest.version, versions)
-        return gives_way(manifest.version, versions.head, staged, self._skips_in_a_row)
-
-    def _waits_in_vain(self, version: PolicyVersion, versions: Versions) -> _Outcome | None:
-        """Nothing came for a while: whether something else is the better thing to wait for."""
-        if versions.head is not None and versions.head > version:
-            return _Outcome.SKIPPED
-        return _Outcome.VANISHED if self._given_up(version, versions) else None
-
-    def _given_up(self, version: PolicyVersion, versions: Versions) -> bool:
-        """Whether a version that was begun will never be sealed: another trainer has begun one since."""
-        newer = versions.coming is not None and versions.coming > version
-        return newer and (versions.head is None or versions.head < version)
+        """A version that was not sealed when it was begun to be staged gives way however much of it is there."""
+        head = (await self._look()).head
+        return gives_way(manifest.version, head, staged if manifest.sealed else 0.0, self._skips_in_a_row)
 
     def _book(self, commit: Commit) -> None:
         stats = self._stats
@@ -344,6 +331,13 @@ class Receiver:
                 self._stats = replace(stats, damaged=stats.damaged + 1)
             case _Outcome.REFUSED:
                 self._stats = replace(stats, refused=stats.refused + 1)
+
+
+def _waits_in_vain(version: PolicyVersion, versions: Versions) -> _Outcome | None:
+    """Nothing came for a while: whether something else is the better thing to wait for."""
+    if versions.head is not None and versions.head > version:
+        return _Outcome.SKIPPED
+    return _Outcome.VANISHED if given_up(version, versions) else None
 
 
 def _same(begun: Manifest, sealed: Manifest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from broker.api import Versions
 from headrace.version import PolicyVersion
 
 ROUND_CHUNKS = 16
@@ -21,6 +22,12 @@ def gives_way(staging: PolicyVersion, newest: PolicyVersion | None, staged: floa
     if newest is None or newest <= staging or skips > 0:
         return False
     return staged < NEARLY_DONE
+
+
+def given_up(version: PolicyVersion, versions: Versions) -> bool:
+    """Whether a version that was begun will never be sealed: a newer one was begun before it was the head."""
+    newer = versions.coming is not None and versions.coming > version
+    return newer and (versions.head is None or versions.head < version)
 
 
 def backoff_s(failures: int) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.api import Versions
 from headrace.version import PolicyVersion
 from weightsync.retention import Held, freeable
-from weightsync.staging import LAST_BACKOFF_S, NEARLY_DONE, backoff_s, gives_way
+from weightsync.staging import LAST_BACKOFF_S, NEARLY_DONE, backoff_s, given_up, gives_way
 
 versions = st.builds(PolicyVersion, st.integers(0, 3), st.integers(0, 6))
 held_lists = st.lists(st.tuples(versions, st.booleans()), max_size=10, unique_by=lambda item: item[0]).map(
@@ -44,6 +45,14 @@ def test_staging_gives_way_only_to_a_newer_version_early_and_once_in_a_row(
 ) -> None:
     expected = newest is not None and newest > staging and staged < NEARLY_DONE and skips == 0
     assert gives_way(staging, newest, staged, skips) == expected
+
+
+@given(versions, st.none() | versions, st.none() | versions)
+def test_version_is_given_up_once_a_newer_one_was_begun_before_it_was_sealed(
+    begun: PolicyVersion, head: PolicyVersion | None, coming: PolicyVersion | None
+) -> None:
+    sealed = head is not None and head >= begun
+    assert given_up(begun, Versions(head, coming)) == (not sealed and coming is not None and coming > begun)
 
 
 @given(st.integers(-3, 2000))
