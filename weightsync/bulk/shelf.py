@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
@@ -15,12 +16,23 @@ LOOK_S = 0.002
 """Between two looks whether a segment has grown: whoever fills it may be another process, which wakes nobody."""
 
 
-@dataclass(frozen=True, slots=True)
 class Held:
-    """A part that lies here, perhaps not all of it yet. To be closed."""
+    """A part that lies here, perhaps not all of it yet. To be closed. For one thread."""
 
-    segment: Segment
-    owner: Owner
+    def __init__(self, segment: Segment, owner: Owner) -> None:
+        self.segment = segment
+        self._owner = owner
+        self._mapping: mmap.mmap | None = None
+
+    @contextmanager
+    def view(self, start: int, end: int) -> Iterator[memoryview]:
+        """These bytes, mapped; afterwards their pages are no longer part of this process. `start` begins a chunk."""
+        if self._mapping is None:
+            self._mapping = mmap.mmap(self.segment.fileno(), self.segment.nbytes, prot=mmap.PROT_READ)
+        with memoryview(self._mapping) as whole, whole[start:end] as view:
+            yield view
+        page = start - start % mmap.PAGESIZE
+        self._mapping.madvise(mmap.MADV_DONTNEED, page, end - page)
 
     def grown(self, chunk: int, seconds: float, ended: Callable[[float], bool]) -> int:
         """How many chunks are ready: as soon as `chunk` is among them, else after so many seconds.
@@ -35,9 +47,11 @@ class Held:
     @property
     def abandoned(self) -> bool:
         """Whether no more of it will come."""
-        return not self.owner.alive and not self.segment.complete
+        return not self._owner.alive and not self.segment.complete
 
     def close(self) -> None:
+        # Unmapped with the last view of it: an exception that is on its way may hold one.
+        self._mapping = None
         self.segment.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import select
 import socket
 import struct
@@ -26,6 +25,11 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local_ip(sock: socket.socket) -> str:
+    """This end's address, without what IPv6 puts before one of IPv4."""
+    return str(sock.getsockname()[0]).removeprefix("::ffff:")
 
 
 def is_loopback(host: str) -> bool:
@@ -69,19 +73,6 @@ def send(sock: socket.socket, data: bytes | memoryview, stall_s: float, *, more:
             view = view[sock.send(view[:SEND_BYTES], flags) :]
         except BlockingIOError:
             _wait_writable(sock, stall_s)
-
-
-def send_file(sock: socket.socket, file: int, start: int, end: int, stall_s: float) -> None:
-    """These bytes of a file, without a copy of them here. The socket does not block. Raises OSError as `send`."""
-    while start < end:
-        try:
-            sent = os.sendfile(sock.fileno(), file, start, min(SEND_BYTES, end - start))
-        except BlockingIOError:
-            _wait_writable(sock, stall_s)
-            continue
-        if sent == 0:
-            raise ConnectionError("the file is shorter than it was")
-        start += sent
 
 
 def shut_down(sock: socket.socket) -> None:
