@@ -285,7 +285,7 @@ class Publisher:
         head, leased, pinned = await self._port.head(), await self._port.leased(), await self._pinned()
         # What an older incarnation has begun will never be sealed, though its trainer may live.
         mine = self._fence.incarnation
-        held = [Held(str(name), name.version, name.version.incarnation == mine and name.owner.alive) for name in names]
+        held = [Held(str(name), name.version, name.version.incarnation >= mine and name.owner.alive) for name in names]
         going = {item.name for item in freeable(held, head, leased.keys() | pinned)}
         for name in names:
             if str(name) in going and await asyncio.to_thread(self._arena.remove, name):

@@ -139,6 +139,22 @@ async def test_fenced_trainer_leaves_no_segment_and_is_told_at_the_next_publish(
     assert await trainer.port.head() is None
 
 
+async def test_trainer_that_lost_the_run_frees_nothing_of_its_successor(
+    trainer: Trainer, wait_until: WaitUntil
+) -> None:
+    assert await trainer.publish(0)
+    async with training(trainer.port, trainer.run_id, trainer.arena, alone=False) as successor:
+        values, gate = gated(5, "norm")
+        publishing = asyncio.create_task(successor.publisher.publish(successor.version(5), values))
+        await wait_until(gate.reached.is_set, "the successor is copying")
+        assert not await trainer.publish(1), "it looks for room, and finds none"
+        assert successor.live == [0, 5]
+        gate.open()
+        assert await publishing
+        await successor.publisher.sealed()
+        assert successor.live == [5]
+
+
 async def test_memory_of_the_next_version_is_made_ready(trainer: Trainer) -> None:
     assert await trainer.publish(0)
     (spare,) = [name for name in trainer.arena.segments() if name.spare]
