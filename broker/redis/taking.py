@@ -1,6 +1,6 @@
 """How the trainer takes groups: one round trip that asks the fence and reads, one that asks who waits for them.
 
-Where few tasks wait for a group, their states come with the first: then whoever waits for a group has it sooner.
+Where few tasks are open, their states come with the first: then whoever waits for a group has it sooner.
 
 A trainer that lost its fence may still read in that round trip; its deliveries are the new one's at its next look,
 which adopts whatever other consumers hold.
@@ -27,8 +27,8 @@ BATCH = 256
 """Deliveries that are adopted at once, so that no script blocks Redis for long."""
 PAGE = 32
 """Groups read at once when an earlier trainer's are taken over."""
-FEW = 64
-"""Tasks whose states are asked with each read."""
+FEW = 256
+"""Open tasks that are told with each read; more are asked about by name, after it."""
 _REIGN = re.compile(r"([0-9]{1,10}) ([0-9]{1,10})")
 
 
@@ -37,12 +37,12 @@ class Told:
     """What a read told besides its entries."""
 
     replays: int
-    open: dict[str, list[str]]
-    """Task to where it is and the entry of it that is open."""
+    open: Fields
+    """The hash: task to its kind, where it is, and the entry of it that is open."""
 
     def waits(self, arrival: Arrival) -> bool:
         """Whether this is the entry that its task waits for."""
-        return self.open.get(arrival.task_id) == ["g", arrival.entry_id]
+        return text(self.open.get(arrival.task_id.encode())).split(" ")[1:] == ["g", arrival.entry_id]
 
 
 class RedisTaking(RedisService):
@@ -103,10 +103,10 @@ class RedisTaking(RedisService):
         more, told = len(entries) >= count, None
         if not entries:
             read = self._read(fence, count, block_ms if block_ms > 0 else None)
-            few = self._few()
-            adopted, reply, *says = await self._link.once_all((self._adopt(fence), read, *self._asks(few)))
+            asks = self._asks()
+            adopted, reply, *says = await self._link.once_all((self._adopt(fence), read, *asks))
             entries = stream_entries(reply)
-            told = _told(few, *says) if few else None
+            told = Told(int(says[1] or 0), says[0]) if asks else None
             more = bool(adopted)
             if more and not entries:
                 entries = await self._missed(fence, count)
@@ -114,16 +114,11 @@ class RedisTaking(RedisService):
         # A Redis that came back without its last writes delivers anew what this trainer still holds.
         return [entry for entry in entries if not self._held.knows(entry[0])], told
 
-    def _few(self) -> list[str]:
-        """Tasks that wait for a group, where there are few."""
-        outstanding, held = self._mender.mirror.outstanding, self._held.entries
-        if len(outstanding) - len(held) > FEW:
+    def _asks(self) -> list[tuple[Any, ...]]:
+        """What is asked behind the read, and so holds for what it brings."""
+        if not 0 < len(self._mender.mirror.outstanding) <= FEW:
             return []
-        return [task_id for task_id in outstanding if task_id not in held][:FEW]
-
-    def _asks(self, few: list[str]) -> list[tuple[Any, ...]]:
-        of = self._link.keys.of
-        return [("HMGET", of("open"), *few), ("HGET", of("state"), "replays")] if few else []
+        return [("HGETALL", self._link.keys.of("open")), ("HGET", self._link.keys.of("state"), "replays")]
 
     def _adopt(self, fence: Fence) -> tuple[Any, ...]:
         return self._link.evalsha("adopt", _consumer(fence), BATCH, fence=fence)
@@ -189,10 +184,6 @@ async def small(link: Link) -> bool:
     """Whether all groups that are there have together no more bytes than one of them may have."""
     _, _, nbytes = await link.script("arrived", 1)
     return int(nbytes) <= MAX_GROUP_BYTES
-
-
-def _told(few: list[str], states: list[bytes | None], replays: bytes | None) -> Told:
-    return Told(int(replays or 0), {name: text(raw).split(" ")[1:] for name, raw in zip(few, states, strict=True)})
 
 
 def arrival_of(entry_id: str, fields: Fields) -> Arrival:
