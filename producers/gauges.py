@@ -16,6 +16,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane, idle_fraction
 from producers.engines.api import Engine, EngineStats
 from weightsync.receiver import Commit
+from weightsync.transports import KINDS
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Gauges:
     def transport(self, kind: str) -> None:
         """How weights come here, from now on."""
         self.event("transport", kind=kind)
-        for known in ("shm", "tcp", "collective"):
+        for known in KINDS:
             self._metrics.gauge("weight_transport", known == kind, help="1 for how weights come here", kind=known)
 
     def published_group(self, group: Group, answer: Published, sampled: int) -> None:

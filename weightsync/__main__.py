@@ -19,6 +19,7 @@ from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
 from weightsync.arena import Arena
 from weightsync.between import Between
+from weightsync.choosing import backends_of
 from weightsync.service import WeightService
 
 DRAIN_S = 20.0
@@ -31,7 +32,10 @@ async def start(service: Service, told: Invocation) -> None:
     journal = _journal(record, told.name)
     arena, host = Arena(), host_name()
     block_ms = config.broker.stream_block_ms
-    between = Between(arena, port, await port.secret(), told.run_id, host, config.weights, block_ms, service.stopping)
+    between = Between(
+        arena, port, await port.secret(), told.run_id, host, config.weights, block_ms, service.stopping,
+        await backends_of(config.weights),
+    )  # fmt: skip
     weights = WeightService(
         port,
         service,

@@ -11,6 +11,7 @@ from headrace.config import WeightsConfig
 from headrace.service import Service
 from weightsync.arena import Arena
 from weightsync.bulk.server import BulkServer
+from weightsync.choosing import between_hosts
 from weightsync.importing import Importer
 from weightsync.mirror import Mirror, Outcome
 from weightsync.transports.tcp import TcpTransport, bulk_addresses
@@ -29,8 +30,9 @@ class Between:
         config: WeightsConfig,
         block_ms: int,
         stopping: asyncio.Event,
+        backends: tuple[str, ...] = (),
     ) -> None:
-        """Listens from now on. Raises WeightError where it cannot."""
+        """Listens from now on; `backends` as `choosing.backends_of` says. Raises WeightError where it cannot."""
         anywhere = config.bind in ("0.0.0.0", "::")  # noqa: S104 - the user's own word
         self.server = BulkServer(
             arena,
@@ -39,9 +41,11 @@ class Between:
             host=config.bind,
             advertise=host if anywhere else config.bind,
             upload_slots=config.upload_slots,
+            backends=backends,
         )
         self._addresses: dict[str, str] = {}
-        self._transport = TcpTransport(lambda: self._addresses, secret, run_id, host=host, address=self.server.address)
+        tcp = TcpTransport(lambda: self._addresses, secret, run_id, host=host, address=self.server.address)
+        self._transport = between_hosts(tcp, backends)
         self._port = port
         self.mirror = Mirror(arena, self._transport, port, run_id, host, stopping=stopping, block_ms=block_ms)
 
@@ -67,6 +71,7 @@ class Between:
         return {
             "bulk": self.server.address,
             "coming": coming,
+            "transport": self._transport.kind,
             "sent_bytes": sent.sent_bytes,
             "uploads": self.server.uploads,
         }

@@ -29,6 +29,7 @@ from weightsync.manifest import Layout, Manifest, decode
 from weightsync.placement import Placement
 from weightsync.staging import ROUND_CHUNKS, gives_way
 from weightsync.transports.api import Unavailable
+from weightsync.transports.collective import CollectiveTransport
 from weightsync.transports.tcp import TcpTransport
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Outcome:
     """As full chunks over the wire."""
     delta_bytes: int = 0
     """As deltas over the wire."""
+    transport: str = ""
+    """How the newest part came."""
     seconds: float = 0.0
     latency_s: float = 0.0
     """From the seal to the end; off by the difference of the clocks of two hosts."""
@@ -78,7 +81,7 @@ class Mirror:
     def __init__(
         self,
         arena: Arena,
-        transport: TcpTransport,
+        transport: TcpTransport | CollectiveTransport,
         port: WeightsPort,
         run_id: str,
         host: str,
@@ -139,6 +142,7 @@ class Mirror:
             nbytes=sum(manifest.layout.part_nbytes(part) for part in wanted),
             full_bytes=after.full_bytes - before.full_bytes,
             delta_bytes=after.delta_bytes - before.delta_bytes,
+            transport=self._transport.kind,
             seconds=time.perf_counter() - start,
             latency_s=time.time() - manifest.sealed_s if manifest.sealed else 0.0,
         )

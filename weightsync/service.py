@@ -39,6 +39,7 @@ from weightsync.digests import Pace
 from weightsync.manifest import Manifest, decode
 from weightsync.mirror import Outcome
 from weightsync.retention import Held, freeable
+from weightsync.transports import KINDS
 
 log = logging.getLogger(__name__)
 
@@ -296,6 +297,10 @@ class WeightService:
             "weights_imports", help="Versions of other hosts, by how bringing them ended", kind=outcome.kind
         )
         self._write("imported", **{**asdict(outcome), "version": str(outcome.version)})
+        for known in KINDS:
+            self._metrics.gauge(
+                "weight_transport", known == outcome.transport, help="1 for how weights come here", kind=known
+            )
         for kind, nbytes in (("full", outcome.full_bytes), ("delta", outcome.delta_bytes)):
             self._metrics.count("weights_imported_bytes", nbytes, help="Bytes that came from other hosts", kind=kind)
         if outcome.kind == "held" and outcome.nbytes:

@@ -16,10 +16,14 @@ from weightsync.bulk.frames import (
     HEADER_BYTES,
     MAX_REQUEST_BYTES,
     Header,
+    Offer,
+    Pair,
     Request,
     Status,
     decode_header,
+    decode_offer,
     decode_parents,
+    decode_refusal,
     encode_request,
 )
 from weightsync.bulk.sockets import abort, parse_address, receive, send, shut_down, wait_for
@@ -89,6 +93,21 @@ class Connection:
         header = self.header()
         if header.status is not Status.NOTED:
             raise WireError(f"what was said is answered {header.status.name}")
+
+    def pair(self, backends: tuple[str, ...], seconds: float) -> Offer | str:
+        """Ask for a pair with one of these backends; or why there is none. Waits so long for the reply."""
+        self.ask(Pair(backends))
+        deadline = time.monotonic() + seconds
+        header = decode_header(receive(self._sock, HEADER_BYTES, deadline))
+        if header.status not in (Status.PAIR, Status.REFUSED) or header.wire_nbytes > MAX_REQUEST_BYTES:
+            raise WireError(f"a question for a pair is answered {header.status.name}")
+        body = receive(self._sock, header.wire_nbytes, deadline)
+        return decode_offer(body) if header.status is Status.PAIR else decode_refusal(body)
+
+    @property
+    def sock(self) -> socket.socket:
+        """To look at, not to read from."""
+        return self._sock
 
     def read(self, views: Sequence[memoryview], pace: Pace) -> bytes:
         """Fill the views with the bytes that come next; returns their digest."""

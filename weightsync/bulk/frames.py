@@ -6,7 +6,8 @@ A request is a msgpack list behind its length (u32). Each reply starts with a he
     digest of the chunk's new bytes (16), digest of the bytes on the wire where they are others (16),
     digest of all this (8)
 
-A request for chunks is answered by one reply per chunk, in order, until the last one or a reply that is no chunk.
+A request for chunks is answered by one reply per chunk, in order, until the last one or a reply that is no chunk. On
+a connection that has become a pair, the bytes of a chunk are not behind its header: they go from process to process.
 What a header says is compared with what was asked before a byte is allocated or read.
 """
 
@@ -27,6 +28,7 @@ from weightsync.manifest import ALIGNMENT, DIGEST_BYTES, MAX_CHUNK_BYTES, MAX_LA
 MAX_REQUEST_BYTES = 64 << 10
 MAX_PARENTS = 3
 MAX_FAILED = 16
+MAX_BACKENDS = 8
 LENGTH = struct.Struct("<I")
 
 _HEADER = struct.Struct("<BBHIIII16s16s")
@@ -45,9 +47,12 @@ class Status(enum.IntEnum):
     BUSY = 4
     """All upload slots are taken."""
     REFUSED = 5
+    """A msgpack list of one text follows: why."""
     PARENTS = 6
     """A msgpack list of addresses follows."""
     NOTED = 7
+    PAIR = 8
+    """A msgpack list that is an `Offer` follows."""
 
 
 class Codec(enum.IntEnum):
@@ -112,7 +117,25 @@ class Done:
     """Whether it has all of it."""
 
 
-Request = Get | Ask | Done
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Send the chunks of this connection through a torch.distributed group of two, with one of these backends."""
+
+    backends: tuple[str, ...]
+
+
+Request = Get | Ask | Done | Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Where the other rank of a pair waits: on the host of the connection that it is told on."""
+
+    port: int
+    """Of its TCPStore."""
+    token: str
+    """Without it nobody is found there. For one pair."""
+    backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +161,8 @@ def encode_request(request: Request) -> bytes:
             row = ["ask", *version, part, name, address, parent, [*failed]]
         case Done(version, part, name, holds):
             row = ["done", *version, part, name, holds]
+        case Pair(backends):
+            row = ["pair", [*backends]]
     body: bytes = msgpack.packb(row)
     return LENGTH.pack(len(body)) + body
 
@@ -158,6 +183,11 @@ def decode_request(body: bytes) -> Request:
         case "done":
             incarnation, step, part, name, holds = _typed(fields, int, int, int, str, bool)
             return Done(_version(incarnation, step), _within(part, MAX_PARTS), _text(name), holds)
+        case "pair":
+            (backends,) = _typed(fields, list)
+            if len(backends) > MAX_BACKENDS:
+                raise WireError(f"a pair is wanted with {len(backends)} backends, at most {MAX_BACKENDS} can be")
+            return Pair(tuple(map(_text, backends)))
         case _:
             raise WireError(f"a request is of the unknown kind {kind[:MAX_TEXT]!r}")
 
@@ -208,6 +238,33 @@ def decode_parents(body: bytes) -> list[str]:
     if type(row) is not list or len(row) > MAX_PARENTS:
         raise WireError(f"parents are not a list of at most {MAX_PARENTS} addresses")
     return [_text(address) for address in row]
+
+
+def encode_refusal(reason: str) -> bytes:
+    data: bytes = msgpack.packb([reason[:MAX_TEXT]])
+    return data
+
+
+def decode_refusal(body: bytes) -> str:
+    """Raises WireError."""
+    row = _unpack(body)
+    if type(row) is not list or len(row) != 1:
+        raise WireError("a refusal is not a list of one reason")
+    return _text(row[0])
+
+
+def encode_offer(offer: Offer) -> bytes:
+    data: bytes = msgpack.packb([offer.port, offer.token, offer.backend])
+    return data
+
+
+def decode_offer(body: bytes) -> Offer:
+    """Raises WireError."""
+    row = _unpack(body)
+    if type(row) is not list:
+        raise WireError("the offer of a pair is no list")
+    port, token, backend = _typed(row, int, str, str)
+    return Offer(_within(port, 65535, 1), _text(token), _text(backend))
 
 
 def _get(fields: list[Any]) -> Get:

@@ -8,6 +8,8 @@ Wait graph. Nobody in this process waits for it, except `close`.
     connection  the next request                                 IDLE_S; after `stall_s` it gives its upload slot back
     connection  a chunk that is not ready yet                    `wait_s`, then it answers "not yet"
     connection  the receiver to take bytes                       `stall_s` without a byte taken, then it is dropped
+    connection  a pair's process (`weightsync/bulk/pairs.py`)    START_S, JOIN_S; `stall_s` and more for a large chunk,
+                                                                 then it is killed and the connection dropped
 
 So a peer that is stopped or gone holds an upload slot for `stall_s`. `close` shuts all sockets down, which ends every
 one of these waits.
@@ -22,6 +24,7 @@ import threading
 from headrace.errors import WeightError, WireError
 from weightsync.arena import Arena
 from weightsync.bulk.auth import Unproven, check_bind, handshake
+from weightsync.bulk.pairs import Hosting, PairBroken
 from weightsync.bulk.shelf import Shelf
 from weightsync.bulk.sockets import abort, format_address, shut_down
 from weightsync.bulk.upload import Books, BulkStats, Upload
@@ -49,9 +52,11 @@ class BulkServer:
         wait_s: float = 1.0,
         max_connections: int = 256,
         cache_bytes: int = 256 << 20,
+        backends: tuple[str, ...] = (),
     ) -> None:
         """Listens, and serves from now on. `advertise` is the host that others reach it under, `host` by default;
-        `cache_bytes` bounds the deltas that are kept for the next reader.
+        `cache_bytes` bounds the deltas that are kept for the next reader; `backends` are those that chunks may go by
+        through pairs.
 
         Raises WeightError where it may not or cannot listen.
         """
@@ -60,8 +65,9 @@ class BulkServer:
         self._stall_s, self._wait_s = stall_s, wait_s
         self._max_connections = max_connections
         self._shelf = Shelf(arena, run_id)
+        self._hosting = Hosting(backends, stall_s)
         # One more than what the tracker gives away at first, and as many as it lets a relay have.
-        self._books = Books(Tracker(upload_slots), max(CHILDREN, upload_slots + 1), cache_bytes)
+        self._books = Books(Tracker(upload_slots), max(CHILDREN, upload_slots + 1), cache_bytes, self._hosting)
         self._open: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -91,6 +97,7 @@ class BulkServer:
         """End all threads. Idempotent."""
         self._closing.set()
         shut_down(self._listener)
+        self._hosting.close()
         self._acceptor.join()
         self._listener.close()
         with self._lock:
@@ -129,6 +136,8 @@ class BulkServer:
         except WireError as error:
             self._books.count(invalid=1)
             log.info("the weight service dropped a connection: %s", error)
+        except PairBroken as error:
+            log.warning("the weight service ends a pair: %s", error)
         except TimeoutError:
             self._books.count(stalled=1)
         except OSError as error:

@@ -31,7 +31,7 @@ from weightsync.bulk.frames import (
 )
 from weightsync.bulk.pairs import Hosting, PairBroken, SendingEnd
 from weightsync.bulk.shelf import Held, Shelf
-from weightsync.bulk.sockets import local_ip, receive, send, wait_for
+from weightsync.bulk.sockets import receive, send, wait_for
 from weightsync.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Upload:
             raise WireError("a connection is to become a pair twice")
         try:
             self._pair, backend = self._books.hosting.begin(request.backends)
-            body = encode_offer(self._pair.host(backend, local_ip(self._sock)))
+            body = encode_offer(self._pair.host(backend, self._sock))
         except PairBroken as error:
             body = encode_refusal(str(error))
             self._reply(Header(Status.REFUSED, wire_nbytes=len(body)), body)

@@ -7,3 +7,6 @@ TRANSPORTS = {
     "memory": "weightsync.transports.memory:MemoryTransport",
 }
 """Name to `module:class`, imported when chosen."""
+
+KINDS = ("shm", "tcp", "collective-nccl", "collective-ucc", "collective-gloo")
+"""How weights may come, as journals and metrics say it."""

@@ -56,8 +56,7 @@ class AutoTransport:
         theirs = manifest.parts[part].host
         peers = await self._peers()
         if self._remote is not None and not self._shares:
-            self._goes_by(self._remote.kind, "weights.transport says so")
-            return await self._remote.open(manifest, part, base)
+            return await self._open_remote(self._remote, "weights.transport says so", manifest, part, base)
         if segment := self._local(manifest, part):
             self._goes_by("shm", "its segment is in this host's memory")
             return ShmSource(segment)
@@ -71,12 +70,20 @@ class AutoTransport:
                 f"weight version {manifest.version} lies on host {theirs!r}, this is {self._host!r} and has no weight "
                 'service: start `python -m weightsync` here, or set weights.transport = "auto"'
             )
-        self._goes_by(self._remote.kind, f"it lies on {theirs}, and this host has no weight service")
-        return await self._remote.open(manifest, part, base)
+        why = f"it lies on {theirs}, and this host has no weight service"
+        return await self._open_remote(self._remote, why, manifest, part, base)
 
     async def close(self) -> None:
         if self._remote is not None:
             await self._remote.close()
+
+    async def _open_remote(
+        self, remote: Transport, why: str, manifest: Manifest, part: int, base: Base | None
+    ) -> Source | Unavailable:
+        source = await remote.open(manifest, part, base)
+        # Of a transport that another may stand in for, it is known only now.
+        self._goes_by(remote.kind, why)
+        return source
 
     def _local(self, manifest: Manifest, part: int) -> Segment | None:
         """The trainer's own segment, or the copy that this host's service makes."""

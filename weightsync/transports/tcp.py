@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from broker.api import Peer
 from weightsync.bulk.download import Download
@@ -69,6 +70,11 @@ class TcpTransport:
             return Unavailable(f"no weight service has said where it serves what lies on host {host}")
         return TcpSource(Download(self._downloads, manifest, part, base), self._threads)
 
+    @property
+    def downloads(self) -> Downloads:
+        """What all its downloads share."""
+        return self._downloads
+
     def stats(self) -> TcpStats:
         return self._downloads.stats
 
@@ -93,7 +99,7 @@ class TcpSource:
             return await asyncio.shield(fetching)
         except asyncio.CancelledError:
             self._download.cancel()
-            await _ended(fetching)
+            await ended(fetching)
             raise
 
     def _fetch(self, chunks: range, box: list[Placement], pace: Pace) -> list[bytes] | Unavailable:
@@ -105,8 +111,8 @@ class TcpSource:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._download.close)
 
 
-async def _ended(future: asyncio.Future[list[bytes] | Unavailable]) -> None:
-    """Also when this is cancelled once more: until then the thread writes into the caller's buffer."""
+async def ended(future: asyncio.Future[Any]) -> None:
+    """Also when this is cancelled once more: until then a thread may write into the caller's buffer."""
     while not future.done():
         try:
             await asyncio.wait([future])
