@@ -10,9 +10,11 @@ With HEADRACE_TEST_ALL_SERVERS=1 one that is missing fails its tests, elsewhere 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import secrets
 import shutil
 import socket
 import ssl
@@ -32,6 +34,10 @@ ROOT = Path(__file__).parents[1]
 PASSWORD = "secret-of-tests"
 KINDS = ("redis-6.2", "redis-7-tls-acl", "valkey")
 TLS = "redis-7-tls-acl"
+ONE_SERVER = pytest.mark.parametrize("redis_kind", ["redis-6.2"], indirect=True)
+"""For a test of tests/contract/ of what lies with the client alone, so that no other server could change it."""
+ONE_AND_MEMORY = pytest.mark.parametrize("broker_server", ["redis-6.2", "memory"], indirect=True)
+"""The same where the broker in memory takes part."""
 UNPACKED = ROOT / ".servers" / "redis-7"
 """Where .ci/redis-7 puts it."""
 
@@ -97,6 +103,16 @@ def documented_rules() -> str:
     return " ".join(found[1].replace("\\\n", " ").split()).replace(">PASSWORD", f">{PASSWORD}")
 
 
+def _free_port() -> int:
+    """One that the system gives to nobody else: a server that a test starts anew finds it as it was."""
+    while True:
+        # Not of the generator that is seeded alike in each process of the tests.
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class RedisProcess:
     """A server on a free port, with password and append-only file; options are those of redis-server."""
 
@@ -105,9 +121,7 @@ class RedisProcess:
         self._folder = folder
         self._options = options
         self._binary = binary_of(kind)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = _free_port()
         self._authority, self._certificate = folder / "authority.pem", folder / "server.pem"
         if self.encrypted:
             self._certify()
@@ -125,11 +139,11 @@ class RedisProcess:
         command = [str(self._binary.path), "--bind", "127.0.0.1", "--dir", str(self._folder), "--save", ""]
         command += ["--appendonly", "yes", *self._listening(), *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=self._binary.environ)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError("Redis did not start within 20 s, or ended at once")
+                raise AssertionError("Redis did not start within 60 s, or ended at once")
             time.sleep(0.005)
         return self
 

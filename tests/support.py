@@ -16,7 +16,7 @@ from tests.servers import RedisProcess as RedisProcess
 FAR_FUTURE_MS = 4_000_000_000_000
 
 
-async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = 20.0) -> None:
+async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = 60.0) -> None:
     """Wait for a condition, plain or awaitable; fails with what was waited for."""
     deadline = time.monotonic() + seconds
     while True:
@@ -29,7 +29,7 @@ async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], what: str,
         await asyncio.sleep(0.005)
 
 
-def wait_here(predicate: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def wait_here(predicate: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """`wait_until` for tests without an event loop."""
     deadline = time.monotonic() + seconds
     while not predicate():

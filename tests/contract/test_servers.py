@@ -19,7 +19,7 @@ from headrace.version import PolicyVersion
 from tests.servers import KINDS, PASSWORD, ROOT, TLS, RedisProcess, binary_of, documented_rules
 from tests.support import make_group, make_task
 
-HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.2)
+HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=2.0)
 SOURCES = [*ROOT.glob("broker/redis/*.py"), *ROOT.glob("broker/redis/lua/*.lua")]
 SOURCE = "\n".join(file.read_text() for file in SOURCES).lower()
 RIGHTS = {word[1:] for word in documented_rules().split() if word.startswith("+")}
