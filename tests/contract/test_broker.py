@@ -16,6 +16,7 @@ from headrace.errors import Fenced, Refused
 from headrace.version import PolicyVersion
 from tests.conftest import BROKER, Services
 from tests.reigns import reign
+from tests.servers import ONE_AND_MEMORY
 from tests.support import make_group, make_task, wait_until
 
 LEASE_S = 30.0
@@ -150,6 +151,7 @@ async def test_tasks_of_a_dead_producer_go_to_another_and_it_is_superseded(servi
     assert await sheet(trainer) == (2, 2, {})
 
 
+@ONE_AND_MEMORY
 async def test_a_lease_runs_out(service: Services) -> None:
     trainer, dead, alive = service(), service(), service()
     fence = await reign(trainer)

@@ -16,7 +16,7 @@ from broker.keys import Keys
 from headrace.version import PolicyVersion
 from tests.conftest import Services
 from tests.reigns import begun
-from tests.servers import RedisProcess
+from tests.servers import ONE_SERVER, RedisProcess
 from tests.sites import PATIENT, Site
 from tests.support import make_group, wait_until
 
@@ -110,6 +110,7 @@ async def test_a_slow_producer_is_not_robbed_while_redis_is_full(site: Site) -> 
         assert slow.lost in ([], [slow.delivery.entry_id])
 
 
+@ONE_SERVER
 async def test_nobody_is_robbed_after_redis_stood_still(site: Site) -> None:
     await site.admit("a")
     async with Living(site, "alive", "a") as alive:
@@ -128,6 +129,7 @@ async def test_nobody_is_robbed_after_redis_stood_still(site: Site) -> None:
         assert await alive.publish() == "published"
 
 
+@ONE_SERVER
 async def test_nobody_is_robbed_after_redis_was_away(site: Site) -> None:
     await site.admit("a")
     async with Living(site, "alive", "a") as alive:

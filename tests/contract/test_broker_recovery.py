@@ -15,11 +15,11 @@ from headrace.config import BrokerConfig
 from headrace.errors import BrokerUnavailable, Fenced, Refused
 from headrace.version import PolicyVersion
 from tests.reigns import closed, reign
-from tests.servers import RedisProcess
+from tests.servers import ONE_SERVER, RedisProcess
 from tests.sites import CONFIG, PATIENT, Site
 from tests.support import make_group, make_task, wait_until
 
-HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=0.3, outage_s=0.3)
+HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=10.0, outage_s=0.3)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ async def test_services_wait_for_a_run_that_vanished(site: Site) -> None:
     hasty = site.connect(HASTY)
     await hasty.record()
     site.empty()
-    with pytest.raises(BrokerUnavailable, match=r"has vanished from Redis.*gave up after 0\.\d s"):
+    with pytest.raises(BrokerUnavailable, match=r"has vanished from Redis.*gave up after \d+\.\d s"):
         await hasty.state()
     with pytest.raises(Refused, match="there is no run"):
         await stranger.state()
@@ -164,6 +164,7 @@ async def test_a_run_that_had_ended_comes_back_for_as_long_as_it_would_have_stay
         assert [key for key in client.keys("*") if client.pttl(key) == -1] == []
 
 
+@ONE_SERVER
 async def test_slow_replies_are_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.redis.connection.READ_MARGIN_S", 0.1)
     run = site.connect()
@@ -261,6 +262,7 @@ async def test_connections_that_are_cut_are_made_anew(site: Site) -> None:
     assert (await producer.state()).status == "running"
 
 
+@ONE_SERVER
 async def test_a_service_that_leaves_does_not_wait_for_an_outage(site: Site) -> None:
     run = site.connect(CONFIG.model_copy(update={"connect_timeout_s": 3.0}))
     await run.record()
@@ -268,7 +270,7 @@ async def test_a_service_that_leaves_does_not_wait_for_an_outage(site: Site) -> 
     waiting = asyncio.create_task(run.state())
     await wait_until(lambda: not waiting.done(), "it waits")
     run.hasten()
-    with pytest.raises(BrokerUnavailable, match=r"cannot be reached .*gave up after [34]\.\d s"):
+    with pytest.raises(BrokerUnavailable, match=r"cannot be reached .*gave up after \d\.\d s"):
         await waiting
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from broker.api import Peer, RunRecord
 from broker.messages import StepEntry, TaskDelivery
-from tests.servers import RedisProcess
+from tests.servers import KINDS, RedisProcess
 from tests.sites import Site
 from tests.support import make_group, make_task, wait_until
 
@@ -139,7 +139,7 @@ class Storm:
             await asyncio.wait_for(self.over.wait(), self.random.uniform(0.005, 0.05))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("redis_kind", "seed"), [*zip(KINDS, range(3), strict=True)], indirect=["redis_kind"])
 async def test_nothing_is_lost_in_a_storm(
     redis_process: Callable[..., RedisProcess], record: RunRecord, seed: int
 ) -> None:

@@ -16,6 +16,7 @@ from headrace.errors import Fenced
 from headrace.version import PolicyVersion
 from tests.conftest import BROKER, Services
 from tests.reigns import begun, closed
+from tests.servers import ONE_SERVER
 from tests.support import RedisProcess, make_group, make_task
 
 
@@ -225,6 +226,7 @@ async def test_a_task_that_redis_has_played_again_closes_with_the_group_that_the
     assert await run.take("p0", 1, 0) == []
 
 
+@ONE_SERVER
 async def test_huge_entries_are_read_alone(run: Run, raw: redis.Redis, run_id: str) -> None:
     stale = await begun(run, *"abcd")
     stream = Keys(run_id).of("groups")
@@ -243,6 +245,7 @@ async def test_huge_entries_are_read_alone(run: Run, raw: redis.Redis, run_id: s
     assert [letter.length for letter in await run.dead("", 9)] == [70 << 20] * 3
 
 
+@ONE_SERVER
 async def test_dead_keeps_a_mebibyte_of_a_huge_entry(run: Run, raw: redis.Redis, run_id: str) -> None:
     fence = await begun(run, "a")
     raw.xadd(Keys(run_id).of("groups"), {"task": "a", "attempt": "1", "kind": "train", "body": bytes(70 << 20)})

@@ -10,15 +10,6 @@ import pytest
 from tests.launches import Launches
 from tests.support import wait_here
 
-PATIENCE_S = 100.0
-"""Services import torch first, on a machine that other tests share."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(240))
-
 
 def launches(folder: Path) -> Iterator[Launches]:
     made = Launches(folder)

@@ -16,8 +16,6 @@ from broker.connect import connect_runs
 from headrace.errors import Fenced, Refused, ServiceError, WeightError
 from tests.trainers import BROKER, Begin, Trainers, events, lines, wait_until
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def test_a_run_from_its_first_version_to_its_summary(begin: Begin, trainers: Trainers) -> None:
     port, _player, folder = await begin()

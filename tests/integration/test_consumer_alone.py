@@ -8,14 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
 from broker.api import Peer
 from broker.connect import Run
 from headrace.errors import ServiceError
 from tests.trainers import Begin, Trainers, events, lines, trouble, wait_until
-
-pytestmark = pytest.mark.timeout(240)
 
 
 async def beat(port: Run) -> None:

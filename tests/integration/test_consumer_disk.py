@@ -6,11 +6,8 @@ import json
 import resource
 import signal
 
-import pytest
-
 from tests.trainers import Begin, Trainers, events, lines, trouble, wait_until
 
-pytestmark = pytest.mark.timeout(240)
 ROOM = 200_000
 """Bytes of a file: more than a version of the tiny model has, less than its checkpoint."""
 

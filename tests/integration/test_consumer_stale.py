@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import signal
 
-import pytest
-
 from headrace.version import PolicyVersion
 from tests.trainers import Begin, Trainers, events, lines, wait_until
 from weightsync.manifest import decode
-
-pytestmark = pytest.mark.timeout(240)
 
 
 async def test_a_killed_trainer_masks_the_same_tokens_again(begin: Begin, trainers: Trainers) -> None:

@@ -15,8 +15,6 @@ from headrace.errors import Fenced
 from tests.trainers import Begin, Trainers, events, lines, wait_until
 from tests.warm import WarmProcess
 
-pytestmark = pytest.mark.timeout(240)
-
 STOPS = """
 import os, signal
 import {module} as module
