@@ -191,6 +191,10 @@ class SendingEnd:
         self._child.tell("send", file, start=start, nbytes=nbytes)
         self._child.answer(self._stall_s + nbytes / SLOWEST)
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def kill(self) -> None:
         self._child.kill()
 
