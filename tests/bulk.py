@@ -99,8 +99,9 @@ class Site:
         return publication
 
     def transport(self, *, relay: bool = True, **options: Any) -> TcpTransport:
-        address = self.server.address if relay else ""
-        return TcpTransport(lambda: self.book, SECRET, RUN, host=self.name, address=address, **options)
+        if relay:
+            options = {"address": self.server.address, "deltas": self.server.deltas, **options}
+        return TcpTransport(lambda: self.book, SECRET, RUN, host=self.name, **options)
 
 
 class Sites:

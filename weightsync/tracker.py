@@ -89,10 +89,6 @@ class Tracker:
             if not holds or not me.address:
                 del pullers[name]
 
-    def pulling(self, now: float) -> int:
-        """How many pull from somebody."""
-        return sum(bool(puller.parent) for key in [*self._pulls] for puller in self._pull(key, now).values())
-
     def _candidates(
         self, pullers: dict[str, _Puller], me: _Puller, origin: str, failed: Sequence[str]
     ) -> Iterator[str]:

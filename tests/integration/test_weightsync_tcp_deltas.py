@@ -131,18 +131,21 @@ async def test_a_second_reader_costs_no_encoding(sites: Sites) -> None:
     assert made[0] == made[1] == WIDE.chunks(0)
 
 
-async def test_a_relay_makes_deltas_of_what_it_has(sites: Sites) -> None:
+@pytest.mark.parametrize("came_as", ["sparse-ulp", "raw"])
+async def test_a_relay_sends_deltas_that_came_and_makes_those_that_did_not(sites: Sites, came_as: str) -> None:
     origin, relay, here = sites("origin"), sites("relay"), sites("here")
     old, new = both(origin, WIDE)
     relay.publish(OLD, WIDE, seed=3)
     relay.publish(NEW, WIDE, data=new.data)
-    pulling = relay.transport()
+    pulling = relay.transport(codec=came_as)
     await fetched(pulling, new.sealed, WIDE, Front(OLD, WIDE, old.data))
     sent = origin.server.stats().sent_bytes
     transport = here.transport()
     assert np.array_equal(await fetched(transport, new.sealed, WIDE, Front(OLD, WIDE, old.data)), new.data)
     assert origin.server.stats().sent_bytes == sent
-    assert relay.server.stats().delta_chunks > 0
+    stats = relay.server.stats()
+    assert stats.delta_chunks > 0
+    assert stats.encoded == (0 if came_as == "sparse-ulp" else WIDE.chunks(0))
     await transport.close()
     await pulling.close()
 

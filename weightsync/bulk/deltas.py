@@ -63,6 +63,10 @@ def decode_runs(data: bytes) -> list[tuple[int, str]]:
     return [(start, _DTYPES[code]) for start, code in marks]
 
 
+def digest_of_runs(data: bytes) -> bytes:
+    return digest_of([memoryview(data)])
+
+
 def runs_between(marks: list[tuple[int, str]], first: int, last: int) -> Iterator[Run]:
     """The runs of the bytes from `first` to `last`, counted from `first`."""
     ends = [*(start for start, _ in marks[1:]), last]
@@ -133,7 +137,10 @@ class Delta:
 
 
 class DeltaCache:
-    """Deltas that were made lately, the oldest given up first. Any thread; each is made by one thread only."""
+    """Deltas that were made here or came here lately, the oldest given up first.
+
+    Any thread; each is made by one thread only.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -156,20 +163,23 @@ class DeltaCache:
         try:
             wire = make()
             digest = digest_of([memoryview(wire)])
-            mine.set_result(Delta(wire, digest, 0.0))
+            made = Delta(wire, digest, 0.0)
+            self.put(key, made)
+            mine.set_result(made)
         except BaseException as error:
             mine.set_exception(error)
             raise
         finally:
-            self._made(key, mine)
+            with self._lock:
+                del self._making[key]
         return Delta(wire, digest, time.perf_counter() - start)
 
-    def _made(self, key: Key, made: Future[Delta]) -> None:
+    def put(self, key: Key, delta: Delta) -> None:
         with self._lock:
-            del self._making[key]
-            if made.exception() is None:
-                self._held[key] = made.result()
-                self._nbytes += len(made.result().wire)
+            if key in self._held:
+                return
+            self._held[key] = delta
+            self._nbytes += len(delta.wire)
             while self._nbytes > self._max_bytes:
                 _, oldest = self._held.popitem(last=False)
                 self._nbytes -= len(oldest.wire)
@@ -184,7 +194,7 @@ class Encoder:
         self._get = get
         self._change = change
         self._marks = decode_runs(change.runs)
-        self._runs_digest = digest_of([memoryview(change.runs)])
+        self._runs_digest = digest_of_runs(change.runs)
         self._base = base
         self._new = new
         self._cache = cache

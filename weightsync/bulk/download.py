@@ -13,7 +13,7 @@ import time
 
 from headrace.errors import WeightError, WireError
 from weightsync.bulk.client import Cancellation, Connection
-from weightsync.bulk.deltas import apply_to, decode_runs, runs_between, runs_of
+from weightsync.bulk.deltas import Delta, Key, apply_to, decode_runs, digest_of_runs, runs_between, runs_of
 from weightsync.bulk.frames import Change, Codec, Get, Header, Status, header_fault
 from weightsync.bulk.parents import Downloads, Parents
 from weightsync.digests import Pace, digest_of
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 ROUND_S = 1.0
 """A fetch that has a chunk returns after this time."""
-LAG_S = 5.0
+LAG_S = 15.0
 """A relay that has not had the next chunk for so long counts as failed."""
 SOON_S = 0.02
 AGAIN_S = 0.05
@@ -192,6 +192,11 @@ class Download:
             raise _WrongBase(f"it is not what version {self._base.version} is changed to")
         seconds = time.perf_counter() - start
         pace.rest()
+        if self._shared.deltas is not None:
+            key = Key(
+                self._manifest.version, self._base.version, self._part, at, header.codec, digest_of_runs(self._runs)
+            )
+            self._shared.deltas.put(key, Delta(bytes(wire), header.wire_digest, 0.0))
         self._shared.standing.changed(
             parent.address, header.nbytes, header.wire_nbytes, header.encode_us / 1e6, seconds
         )  # fmt: skip

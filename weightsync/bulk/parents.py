@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from headrace.errors import WeightError, WireError
 from headrace.version import PolicyVersion
 from weightsync.bulk.client import Cancellation, Connection
+from weightsync.bulk.deltas import DeltaCache
 from weightsync.bulk.frames import MAX_FAILED, MAX_PARENTS, Ask, Done
 from weightsync.bulk.standing import Standing
 
@@ -54,6 +55,8 @@ class Downloads:
     """Where others may have it from this process; empty where nobody can."""
     codec: str = "auto"
     """Of `weights.codec`."""
+    deltas: DeltaCache | None = None
+    """Where this process serves others: deltas that came need not be made for them."""
     connect_s: float = 2.0
     stall_s: float = 2.0
     patience_s: float = 30.0

@@ -24,6 +24,7 @@ import threading
 from headrace.errors import WeightError, WireError
 from weightsync.arena import Arena
 from weightsync.bulk.auth import Unproven, check_bind, handshake
+from weightsync.bulk.deltas import DeltaCache
 from weightsync.bulk.pairs import Hosting, PairBroken
 from weightsync.bulk.shelf import Shelf
 from weightsync.bulk.sockets import abort, format_address, shut_down
@@ -61,7 +62,9 @@ class BulkServer:
         Raises WeightError where it may not or cannot listen.
         """
         check_bind(host, secret)
-        self._run_id, self._secret = run_id, secret
+        self.secret = secret
+        """May be replaced: Redis makes another one when it has lost this."""
+        self._run_id = run_id
         self._stall_s, self._wait_s = stall_s, wait_s
         self._max_connections = max_connections
         self._shelf = Shelf(arena, run_id)
@@ -82,6 +85,11 @@ class BulkServer:
 
     def stats(self) -> BulkStats:
         return self._books.stats
+
+    @property
+    def deltas(self) -> DeltaCache:
+        """Those that are kept for the next reader."""
+        return self._books.deltas
 
     @property
     def uploads(self) -> int:
@@ -150,7 +158,7 @@ class BulkServer:
 
     def _proven(self, sock: socket.socket) -> bool:
         try:
-            handshake(sock, "server", self._secret, self._run_id)
+            handshake(sock, "server", self.secret, self._run_id)
         except (OSError, WireError) as error:
             self._books.count(refused=1)
             if isinstance(error, Unproven):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from broker.api import Peer
+from weightsync.bulk.deltas import DeltaCache
 from weightsync.bulk.download import Download
 from weightsync.bulk.parents import Downloads, TcpStats
 from weightsync.digests import Pace
@@ -48,6 +49,7 @@ class TcpTransport:
         host: str,
         address: str = "",
         codec: str = "auto",
+        deltas: DeltaCache | None = None,
         connect_s: float = 2.0,
         stall_s: float = 2.0,
         patience_s: float = 30.0,
@@ -55,10 +57,11 @@ class TcpTransport:
         """`addresses` says, without waiting, which hosts have a bulk server where; `address` is this process's own.
 
         `codec` is how versions come of which the base is here: "auto", "raw", "sparse-ulp" or "sparse-abs".
+        `deltas` is what the bulk server of this process keeps: those that come here go out from there as they are.
         """
         name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._downloads = Downloads(
-            addresses, secret, run_id, name, host, address, codec,
+            addresses, secret, run_id, name, host, address, codec, deltas,
             connect_s=connect_s, stall_s=stall_s, patience_s=patience_s,
         )  # fmt: skip
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tcp-fetch")
