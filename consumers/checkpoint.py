@@ -111,6 +111,22 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def begin(run_folder: Path, incarnation: int) -> None:
+    """Leave a trace of an incarnation before it publishes anything: a Redis that is emptied forgets that it was.
+
+    Raises OSError.
+    """
+    folder = run_folder / "checkpoints" / str(incarnation)
+    folder.mkdir(parents=True, exist_ok=True)
+    _sync(folder.parent)
+
+
+def last_incarnation(run_folder: Path) -> int:
+    """The newest incarnation that has begun in this folder; 0 where none has."""
+    names = [folder.name for folder in (run_folder / "checkpoints").glob("[0-9]*")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
 def folder_of(run_folder: Path, version: PolicyVersion) -> Path:
     """Where the checkpoint of this version lies, if there is one."""
     return run_folder / "checkpoints" / str(version.incarnation) / f"{version.step:08d}"

@@ -88,17 +88,23 @@ async def take_run(port: Run, resume: bool) -> Taken:
     """
     record = await port.record()
     folder = Path(record.folder)
-    found, state = checkpoint.newest(folder), await port.state()
-    if not resume and (found or state.incarnation):
+    begun, state = checkpoint.last_incarnation(folder), await port.state()
+    if not resume and (begun or state.incarnation):
         raise ServiceError(f"run {record.run_id} has been trained before; --resume goes on with it")
-    fence = await port.take_fence(found[0].incarnation if found else 0)
-    await asyncio.to_thread(_sweep, folder, fence.incarnation)
+    # Redis may have lost the newest: two of one number would publish different weights under one name.
+    fence = await port.take_fence(begun)
+    await asyncio.to_thread(_begin, folder, fence.incarnation)
     # Read again: what was there before the fence may have been followed by another one.
     return Taken(record, fence, await port.state(), checkpoint.newest(folder))
 
 
-def _sweep(folder: Path, incarnation: int) -> None:
+def _begin(folder: Path, incarnation: int) -> None:
     sweep((folder, *folder.glob("checkpoints/*/")), incarnation)
+    try:
+        checkpoint.begin(folder, incarnation)
+    except OSError as error:
+        # A full disk is no reason not to train: it may have room before the next checkpoint.
+        log.warning("the run's folder does not know of incarnation %d: %s", incarnation, error.strerror)
 
 
 def build(taken: Taken, lane: Lane) -> Parts:

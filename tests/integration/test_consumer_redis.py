@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from broker.connect import connect_runs
 from tests.servers import RedisProcess
-from tests.trainers import Begin, Trainers, events, lines, wait_until
+from tests.trainers import BROKER, Begin, Trainers, events, lines, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 STEPS = 12
@@ -89,6 +90,35 @@ async def test_what_trainer_and_redis_lose_together_is_counted_and_the_history_f
     sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
     assert (sheet.closed, sheet.outstanding, sheet.verdicts["trained"]) == (True, 0, 2 * STEPS)
     assert set(sheet.verdicts) <= {"trained", "lost", "dead", "superseded"}
+
+
+async def test_a_trainer_whose_run_was_put_back_into_an_emptied_redis_begins_anew_at_its_checkpoint(
+    begin: Begin, trainers: Trainers, redis_server: RedisProcess
+) -> None:
+    """Redis knows of no incarnation before it and no checkpoint is of one: still its versions are no earlier one's."""
+    port, player, folder = await begin(run={"steps": STEPS}, checkpoint={"every": 1000}, evaluation={"prompts": 0})
+    player.may_be_superseded = True
+    record = await port.record()
+    first = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 3, "three steps are made")
+    first.kill()
+    first.wait(20)
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    runs = connect_runs(redis_server.url, BROKER)
+    await runs.create(record)
+    await runs.close()
+    second = trainers.start("--resume")
+    stderr = await trainers.end(second)
+    assert second.returncode == 0, stderr
+    made = [line["version"] for line in lines(folder)]
+    again = made.index("2.1")
+    assert [version.split(".") for version in made[again:]] == [["2", str(step)] for step in range(1, STEPS + 1)]
+    assert {version[:2] for version in made[:again]} == {"1."}
+    (forked,) = [event for event in events(folder) if event["event"] == "forked"]
+    assert (forked["step"], forked["given_up"]) == (0, again)
+    sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
+    assert (sheet.closed, sheet.outstanding, sheet.verdicts) == (True, 0, {"trained": 2 * STEPS})
 
 
 async def test_a_trainer_that_waits_puts_an_emptied_redis_right(

@@ -102,6 +102,19 @@ def test_an_incarnation_keeps_its_last_ones_and_touches_no_other(tmp_path: Path)
     assert found[0] == PolicyVersion(2, 40)
 
 
+def test_the_folder_knows_incarnations_that_left_no_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.last_incarnation(tmp_path) == 0
+    net = model()
+    save(tmp_path, net, trainer(net), 1)
+    for incarnation in (9, 10):
+        checkpoint.begin(tmp_path, incarnation)
+    (tmp_path / "checkpoints" / "11.old").mkdir()
+    assert checkpoint.last_incarnation(tmp_path) == 10
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found[0] == PolicyVersion(1, 1)
+
+
 def test_a_half_written_one_is_not_found(tmp_path: Path) -> None:
     net = model()
     folder = save(tmp_path, net, trainer(net), 1)
