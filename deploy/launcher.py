@@ -1,12 +1,14 @@
 """`headrace up`: one local run from its first process to its last.
 
 Wait graph
-    run         waits for the four loops below; then says its last words to the broker and stops Redis
+    run         waits for the loops below; then says its last words to the broker and stops Redis
     supervise   waits for the supervisor (trainer ended, or a part is beyond repair) or for `stopping` (a signal or
                 a stop order); then for the processes to leave, at most their time;
                 ends every other loop
     orders      waits for the broker's orders, one block time at most
     pulse       waits a second between heartbeats; marks parts as joined and answers orders
+    guard       waits a second between two looks; where the broker's calls wait and no trainer has joined, it asks
+                whether Redis has lost the run
     watch       waits a quarter of a second between two looks at the trainer's step file; redraws the screen, also with
                 how long the broker has left `pulse` without an answer
 
@@ -17,30 +19,31 @@ who has died is started again once it is back. Only a launcher that is stopping 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from broker.api import OperatorPort, Order, Peer, RunRecord, Runs
-from broker.messages import SCHEMA
+from broker.api import OperatorPort, Order, Peer, Runs
 from deploy.cores import Cores, has_gpu
 from deploy.outage import Outage
 from deploy.parts import Services
 from deploy.plan import Plan
 from deploy.progress import Follower, newest_step, step_line
 from deploy.redis_server import RedisServer
+from deploy.registrar import Registrar
 from deploy.report import sheet_fields
 from deploy.restarts import LIMITS
 from deploy.roll_call import RollCall
 from deploy.scaling import JOIN_S, Scaling, surplus
 from deploy.screen import RunView, Screen
 from deploy.supervisor import Part, Supervisor, Verdict
-from headrace.errors import BrokerError, ServiceError, WeightError
+from headrace.errors import BrokerError, BrokerUnavailable, Refused, ServiceError, WeightError
 from headrace.files import write_json
 from headrace.service import Service
 from headrace.telemetry.journal import Journal
@@ -108,8 +111,9 @@ class Launcher:
         """Write the run's record, start its parts, and add the loops."""
         self._service, self._operator = service, operator
         operator.watch(self._outage.heard)
-        await self._record(runs)
-        await runs.close()
+        self._forget_end()
+        self._registrar = Registrar(self._plan, runs, operator)
+        await self._registrar.register()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.stop, "SIGHUP")
         self._supervisor = Supervisor(self._report, self._judge, self._outage)
         self._started = time.monotonic()
@@ -131,34 +135,12 @@ class Launcher:
             log.warning("segments of this run may be left: %s", error)
         self._journal.close()
 
-    async def _record(self, runs: Runs) -> None:
-        plan = self._plan
-        for change in plan.changes:
+    def _forget_end(self) -> None:
+        """The run has not ended yet, whatever an earlier start wrote."""
+        for change in self._plan.changes:
             self._report("run", "changed", change)
-        if plan.resume:
-            # It has not ended yet, whatever an earlier end wrote.
-            for file in (plan.folder.summary_file, plan.folder.failure_file):
-                file.unlink(missing_ok=True)
-        if plan.resume and plan.folder.run_id in await runs.ids():
-            stored, config = await self._operator.record(), plan.config.model_dump(mode="json")
-            if stored.config != config:
-                await runs.amend(replace(stored, config=config))
-            await self._operator.set_status("running", "resumed")
-            return
-        await runs.create(
-            RunRecord(
-                run_id=plan.folder.run_id,
-                schema=SCHEMA,
-                config=plan.config.model_dump(mode="json"),
-                digests=plan.facts.digests,
-                vocab_size=plan.facts.vocab_size,
-                created_ms=int(time.time() * 1000),
-                folder=str(plan.folder.path),
-                dataset_sizes=plan.facts.dataset_sizes,
-            )
-        )
-        # Who has read it once knows a Redis that lost it from a run that never was.
-        await self._operator.record()
+        for file in (self._plan.folder.summary_file, self._plan.folder.failure_file):
+            file.unlink(missing_ok=True)
 
     # -- loops
 
@@ -168,6 +150,7 @@ class Launcher:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(), name="watch")
                 group.create_task(self._listening(self._pulse), name="pulse")
+                group.create_task(self._listening(self._guard), name="guard")
                 orders = group.create_task(self._listening(self._orders), name="orders")
                 await self._supervise()
                 # It may block for a while yet, and nobody obeys any more.
@@ -183,6 +166,7 @@ class Launcher:
         else:
             await self._last_words()
         finally:
+            await self._registrar.close()
             await self._operator.close()
             await self._supervisor.stop(("redis",), REDIS_S)
             await self._supervisor.close()
@@ -239,6 +223,28 @@ class Launcher:
             with self._outage.asking():
                 await self._heartbeat()
             stopped = await self._service.sleep(HEARTBEAT_S)
+
+    async def _guard(self) -> None:
+        while not await self._service.sleep(HEARTBEAT_S):
+            assert self._supervisor is not None
+            trainer = self._supervisor.parts.get("trainer")
+            # Where it was deleted by hand no call waits: each is refused at once.
+            if self._outage.why and trainer is not None and not (trainer.running and trainer.joined):
+                # Away again, or put back by somebody else: the next look tells.
+                with contextlib.suppress(BrokerUnavailable, Refused):
+                    await self._regain(trainer)
+
+    async def _regain(self, trainer: Part) -> None:
+        """Put the run back where Redis lost it: a trainer that has joined does so itself, from what it knows."""
+        if not await self._registrar.lost():
+            return
+        if trainer.running and trainer.child is not None:
+            self._report(trainer.name, "stuck", "Redis lost the run before it had joined; it is started again")
+            trainer.child.kill()
+            return
+        self._outage.emptied()
+        await self._registrar.put_back()
+        self._report("run", "put back", "Redis had lost it, and what was under way with it: no trainer was there")
 
     async def _watch(self) -> None:
         stopped = False

@@ -56,6 +56,10 @@ class Outage:
         """Why calls wait, or "" once none does: said by the broker's client."""
         self.why = why
 
+    def emptied(self) -> None:
+        """It has lost the run: whoever asked for that was refused as where it is away."""
+        self._last = self._clock()
+
     def was_since(self, then: float) -> bool:
         """Whether it was away at some time after `then`, on the monotonic clock."""
         return bool(self.seconds) or self._last >= then

@@ -21,10 +21,18 @@ from headrace.service import main
 
 NAME, FOLDER = os.environ["HEADRACE_NAME"], pathlib.Path.cwd()
 
+async def held(role, at):
+    while (FOLDER / f"{role}-{at}").exists():
+        await asyncio.sleep(0.02)
+
 def serve(role, work):
     async def start(service):
+        await held(role, "comes")
         record, _, port = await open_run(os.environ["HEADRACE_REDIS_URL"], os.environ["HEADRACE_RUN"])
         await port.record()
+        # From here on no order is missed.
+        await port.orders("$", 1)
+        await held(role, "loads")
         async def beat():
             stopped = False
             while not stopped:
@@ -101,10 +109,8 @@ WEIGHTS = """
 import standin
 
 async def work(service, port, record):
-    after = "0"
     while not service.stopping.is_set():
-        for order in await port.orders(after, 200):
-            after = order.order_id
+        for order in await port.orders("$", 200):
             if order.kind == "end":
                 service.stop("the run has ended")
 

@@ -1,11 +1,13 @@
-"""A whole run whose own Redis is killed again and again: all come back to it, and every task is accounted for."""
+"""A whole run whose own Redis is killed again and again, or emptied: all come back to it, every task accounted for."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import psutil
+import redis
 
 from tests.launches import Launches
 from tests.support import wait_here
@@ -46,13 +48,18 @@ stream_block_ms = 300
 """
 
 
-def test_a_run_goes_on_over_deaths_of_its_redis(launched: Launches, tiny_model: Path) -> None:
+def start(launched: Launches, tiny_model: Path, run: str) -> subprocess.Popen[str]:
     file = launched.folder / "run.toml"
     model = shutil.copytree(tiny_model, launched.folder / "model")
     file.write_text(CONFIG.format(steps=STEPS, model=model))
-    process = launched.up("--config", str(file), "--run", "killed")
-    wait_here((launched.runs / "killed").exists, "there is a run", PATIENCE_S)
+    process = launched.up("--config", str(file), "--run", run)
+    wait_here((launched.runs / run).exists, "there is a run", PATIENCE_S)
     wait_here(lambda: launched.happened("trainer", "joined") > 0, "the trainer is there", PATIENCE_S)
+    return process
+
+
+def test_a_run_goes_on_over_deaths_of_its_redis(launched: Launches, tiny_model: Path) -> None:
+    process = start(launched, tiny_model, "killed")
     for kills in range(KILLS):
         newest = max(launched.steps(), default=0)
         wait_here(lambda newest=newest: max(launched.steps(), default=0) > newest + 1, "more steps", PATIENCE_S)
@@ -67,3 +74,26 @@ def test_a_run_goes_on_over_deaths_of_its_redis(launched: Launches, tiny_model: 
     sheet = launched.summary()["balance"]["train"]
     assert sheet["closed"], sheet
     assert sheet["outstanding"] == 0
+
+
+def test_a_run_goes_on_from_its_checkpoint_when_redis_is_emptied_while_the_trainer_is_dead(
+    launched: Launches, tiny_model: Path
+) -> None:
+    process = start(launched, tiny_model, "emptied")
+    wait_here(lambda: max(launched.steps(), default=0) > 7, "steps that no checkpoint contains", PATIENCE_S)
+    trainer = psutil.Process(launched.pid("trainer"))
+    trainer.suspend()
+    with redis.Redis.from_url(launched.url()) as client:
+        client.flushall()
+    trainer.kill()
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert (err, process.returncode) == ("", 0)
+    assert launched.happened("run", "put back") == 1
+    assert sorted(set(launched.steps())) == list(range(1, STEPS + 1))
+    assert not any(launched.happened(part, "died") for part in ("producer-1", "weights"))
+    (forked,) = [line for line in launched.events("trainer") if line["event"] == "forked"]
+    assert forked["step"] % 5 == 0 < forked["step"]
+    sheet = launched.summary()["balance"]["train"]
+    assert sheet["closed"], sheet
+    assert sheet["verdicts"]["trained"] == 2 * (STEPS - forked["step"])
+    assert not sheet["verdicts"].get("dead")

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 
 import psutil
+import pytest
 import redis
 
 from tests.servers import RedisProcess
@@ -103,6 +104,42 @@ def test_a_redis_that_was_emptied_gets_the_run_back_from_its_trainer(
     assert project.steps() == [1, 2, 3, 4]
     assert pids(project) == before
     assert not any(project.happened(part, "died") for part in SERVICES)
+
+
+@pytest.mark.parametrize("when", ["before", "comes", "loads"])
+def test_a_redis_that_was_emptied_between_two_trainers_gets_the_run_back_from_the_launcher(
+    when: str, project: Project, redis_process: Callable[..., RedisProcess]
+) -> None:
+    """Emptied before the second trainer's process, before it asks for the run, or before it has taken it."""
+    server = redis_process()
+    project.hold()
+    process = project.up("--set", "broker.outage_s=30", HEADRACE_REDIS_URL=server.url)
+    running(project)
+    wait_until(lambda: project.steps() == [1, 2], "two steps")
+    others, trainer = pids(project)[1:], psutil.Process(project.pid("trainer"))
+    hold = project.folder / f"trainer-{when}"
+    hold.touch()
+    trainer.suspend()
+    with redis.Redis.from_url(server.admin_url) as admin:
+        if when == "before":
+            admin.flushall()
+        trainer.kill()
+        if when != "before":
+            wait_until(lambda: project.happened("trainer", "replaced") == 1, "there is another trainer")
+            held = psutil.Process(project.pid("trainer"))
+            wait_until(lambda: bool(held.net_connections()) == (when == "loads"), "it is there")
+            admin.flushall()
+    if when == "comes":
+        hold.unlink()
+    wait_until(lambda: project.happened("run", "put back") == 1, "the run is there again")
+    hold.unlink(missing_ok=True)
+    project.let_go()
+    _, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("", 0)
+    assert project.steps() == [1, 2, 3, 4]
+    assert pids(project)[1:] == others
+    if when != "comes":  # there it is refused, or ended before it is
+        assert project.happened("trainer", "stuck") == (when == "loads")
 
 
 def test_a_redis_that_stays_away_ends_the_run_with_a_sentence(

@@ -86,3 +86,11 @@ def test_what_a_service_gives_up_for_is_noticed_before(clock: Clock) -> None:
     with outage.asking():
         clock.now += 0.25
         assert outage.seconds == 0.25
+
+
+def test_a_broker_that_lost_the_run_was_away_for_whoever_asked_for_it(outage: Outage, clock: Clock) -> None:
+    outage.emptied()
+    assert outage.was_since(clock.now - 1)
+    clock.now += 1
+    assert not outage.was_since(clock.now)
+    assert outage.seconds == 0
