@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -46,6 +45,7 @@ from consumers.versions import Versions
 from consumers.waiting import wait_for
 from consumers.watch import Watch
 from consumers.worker import Worker
+from headrace.hosts import host_name
 from headrace.service import Service
 from weightsync.publisher import Publisher
 
@@ -144,7 +144,7 @@ class TrainerLoops:
         """Tells the broker that the trainer lives, and how it does; looks who else does."""
         while not self._over.is_set():
             await self._claim.confirm()
-            peer = Peer(NAME, "trainer", socket.gethostname(), os.getpid(), True, self._state())
+            peer = Peer(NAME, "trainer", host_name(), os.getpid(), True, self._state())
             await self._port.heartbeat(peer, LEASE_S)
             self._contact = time.monotonic()
             await self._intake.give_up(await self._watch.look())
