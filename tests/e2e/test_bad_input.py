@@ -104,15 +104,6 @@ def test_a_file_that_is_no_toml(refusing: Any, folder: Path) -> None:
     refusing(2, ("missing.toml cannot be read: No such file",), "--config", str(folder / "missing.toml"))
 
 
-def test_a_redis_that_is_not_there(refusing: Any) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-        url = f"redis://:{SECRET}@127.0.0.1:{port}/0"
-        sentence = (f"Redis at 127.0.0.1:{port} cannot be reached", "gave up after ")
-        refusing(3, sentence, "--set", "broker.connect_timeout_s=1", HEADRACE_REDIS_URL=url)
-
-
 def test_a_redis_that_does_not_answer(refusing: Any) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -125,15 +116,6 @@ def test_a_redis_that_does_not_answer(refusing: Any) -> None:
 def test_a_wrong_password(refusing: Any, redis_server: RedisProcess) -> None:
     url = f"redis://:{SECRET}@127.0.0.1:{redis_server.port}/0"
     refusing(3, (f"Redis at 127.0.0.1:{redis_server.port} refuses the user or the password",), HEADRACE_REDIS_URL=url)
-
-
-def test_a_port_that_is_taken(refusing: Any) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        fragments = (f"port {port} on 127.0.0.1 is taken (telemetry.port = {port - 1}", "choose another, or 0")
-        refusing(7, fragments, "--set", f"telemetry.port={port - 1}")
 
 
 @pytest.mark.parametrize(

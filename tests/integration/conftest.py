@@ -1,13 +1,14 @@
-"""Fixtures of the tests with whole trainers."""
+"""Fixtures of the tests with whole trainers and producers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,8 +16,36 @@ from broker.api import Hello, RunRecord
 from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA
 from headrace.policy.loading import model_digests
+from tests.servers import RedisProcess
 from tests.tiny import VOCABULARY
 from tests.trainers import BROKER, Begin, Player, Trainers, config
+
+if TYPE_CHECKING:
+    from tests.producers import Setting
+
+
+@pytest.fixture
+async def setting(
+    redis_url: str, run_id: str, no_key_left: None, redis_process: Callable[..., RedisProcess]
+) -> AsyncIterator[Setting]:
+    """Makes the scene of a producer's test. A Redis that the test started outlives it."""
+    # Loads torch.
+    from tests.producers import settings
+
+    async with settings(redis_url, run_id) as make:
+        yield make
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test starts; none is left afterwards."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait(20)
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 @pytest.fixture

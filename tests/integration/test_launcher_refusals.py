@@ -104,14 +104,18 @@ def test_a_taken_port_is_one_sentence(project: Project) -> None:
         _, err = process.communicate(timeout=100)
     assert process.returncode == 7
     # Somebody else on this machine may hold the one before it.
-    assert re.match(f"headrace: port ({port}|{port - 1}) on 127.0.0.1 is taken", err)
+    assert re.match(rf"headrace: port ({port}|{port - 1}) on 127.0.0.1 is taken \(telemetry.port = {port - 1}", err)
+    assert "choose another, or 0" in err
     assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("redis://:secret-word@127.0.0.1:1/0", "Redis at 127.0.0.1:1 cannot be reached"),
+        (
+            "redis://:secret-word@127.0.0.1:1/0",
+            "Redis at 127.0.0.1:1 cannot be reached (Connection refused); gave up after ",
+        ),
         ("http://secret-word", "the Redis URL must look like"),
         ("memory:", "memory: is one process's own broker"),
     ],

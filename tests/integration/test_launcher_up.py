@@ -5,8 +5,6 @@ import os
 import signal
 import stat
 
-import pytest
-
 from tests.standins import Project, running, wait_until
 
 
@@ -26,20 +24,8 @@ def test_a_run_goes_to_its_end(project: Project) -> None:
     assert [(row["state"], row["step"]) for row in listed] == [("finished", 4)]
 
 
-def test_a_run_is_not_resumed_to_fewer_steps_than_it_has(project: Project) -> None:
-    project.hold()
-    project.up("--steps", "9")
-    running(project)
-    wait_until(lambda: project.steps()[-1:] == [2], "two steps are made")
-    project.headrace("stop")
-    again = project.up("--resume", "--steps", "1")
-    _, err = again.communicate(timeout=100)
-    assert again.returncode == 2
-    assert f"run.steps: 1 is below step 2, which run {project.run.name} has reached" in err
-
-
-def test_a_finished_run_keeps_its_results(project: Project) -> None:
-    project.up().communicate(timeout=100)
+def test_a_finished_run_keeps_its_results_and_goes_on_with_more_steps(project: Project) -> None:
+    assert project.up().wait(100) == 0
     name, summary = project.run.name, (project.run / "summary.json").read_bytes()
     again = project.up("--resume")
     _, err = again.communicate(timeout=100)
@@ -48,6 +34,15 @@ def test_a_finished_run_keeps_its_results(project: Project) -> None:
     assert "`--steps N` with a larger N makes more" in err
     assert (project.run / "summary.json").read_bytes() == summary
     assert f"run {name} has finished; its results are in" in project.headrace("status", "--run", name).stderr
+
+    project.hold()
+    again = project.up("--resume", "--steps", "6")
+    wait_until(lambda: not (project.run / "summary.json").exists(), "it is at work again")
+    project.let_go()
+    out, err = again.communicate(timeout=100)
+    assert (err, again.returncode) == ("", 0)
+    assert project.steps() == [1, 2, 3, 4, 5, 6]
+    assert "run changed: run.steps is now 6, was 4" in out
 
 
 def test_no_secret_is_shown(project: Project) -> None:
@@ -81,6 +76,9 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(project: Project) -> None:
         assert {"part": part, "text": "exited with 0"}.items() <= next(
             line for line in project.events() if line["part"] == part and line["event"] == "left"
         ).items()
+    fewer = project.headrace("up", "--model", "model", "--resume", "--steps", "1")
+    assert fewer.returncode == 2
+    assert f"run.steps: 1 is below step 2, which run {project.run.name} has reached" in fewer.stderr
     project.let_go()
     again = project.up("--resume")
     out, err = again.communicate(timeout=100)
@@ -88,20 +86,6 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(project: Project) -> None:
     assert project.steps() == [1, 2, 3, 4]
     assert "step 3/4" in out
     assert "step 2/4" not in out
-
-
-def test_a_finished_run_goes_on_with_more_steps(project: Project) -> None:
-    assert project.up().wait(100) == 0
-    assert project.steps() == [1, 2, 3, 4]
-    project.hold()
-    again = project.up("--resume", "--steps", "6")
-    running(project)
-    assert not (project.run / "summary.json").exists()
-    project.let_go()
-    out, err = again.communicate(timeout=100)
-    assert (err, again.returncode) == ("", 0)
-    assert project.steps() == [1, 2, 3, 4, 5, 6]
-    assert "run changed: run.steps is now 6, was 4" in out
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(project: Project) -> None:
@@ -118,29 +102,18 @@ def test_a_second_ctrl_c_ends_everything_at_once(project: Project) -> None:
     assert any((project.run / "redis").glob("appendonly*"))
 
 
-def test_a_killed_producer_is_replaced(project: Project) -> None:
-    project.hold()
-    process = project.up()
-    running(project)
-    os.kill(project.pid("producer-1"), signal.SIGKILL)
-    wait_until(lambda: project.happened("producer-1", "joined") == 2, "the replacement joined")
-    project.let_go()
-    out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0
-    assert "producer-1 died" in out
-
-
-@pytest.mark.parametrize("part", ["trainer", "weights"])
-def test_a_killed_service_is_started_again(part: str, project: Project) -> None:
+def test_killed_services_are_started_again(project: Project) -> None:
     project.hold()
     process = project.up()
     running(project)
     wait_until(lambda: project.steps() == [1, 2], "two steps")
-    os.kill(project.pid(part), signal.SIGKILL)
-    wait_until(lambda: project.happened(part, "joined") == 2, "the replacement joined")
+    for part in ("producer-1", "trainer", "weights"):
+        os.kill(project.pid(part), signal.SIGKILL)
+        wait_until(lambda part=part: project.happened(part, "joined") == 2, f"{part} joined again")  # type: ignore[misc]
     project.let_go()
-    _, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=100)
     assert (err, process.returncode) == ("", 0)
+    assert "producer-1 died" in out
     assert project.steps() == [1, 2, 3, 4]
 
 

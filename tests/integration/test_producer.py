@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from headrace.errors import ModelError, Refused
 from headrace.invocation import Invocation
 from headrace.service import Service
 from producers.start import start
-from tests.producers import BROKER, Setting, counted, metrics, settings
+from tests.producers import BROKER, Setting, counted, metrics
 from tests.support import RedisProcess, wait_until
 
 torch.set_num_threads(1)
@@ -48,27 +48,6 @@ class Own:
 def own(tmp_path: Path) -> str:
     (tmp_path / "own.py").write_text(ENVIRONMENT)
     return f"{tmp_path}/own.py:Own"
-
-
-@pytest.fixture
-async def setting(
-    redis_url: str, run_id: str, no_key_left: None, redis_process: Callable[..., RedisProcess]
-) -> AsyncIterator[Setting]:
-    """Makes the scene of a test. A Redis that the test started outlives it."""
-    async with settings(redis_url, run_id) as make:
-        yield make
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that a test starts; none is left afterwards."""
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait(20)
-        if process.stderr is not None:
-            process.stderr.close()
 
 
 async def test_tasks_become_groups(setting: Setting, tmp_path: Path) -> None:
@@ -330,7 +309,7 @@ async def test_a_broken_engine_ends_the_service_with_its_reason(setting: Setting
     [
         ({"HEADRACE_RUN": "no-such-run"}, 3, "no-such-run"),
         ({"HEADRACE_METRICS_PORT": "http"}, 2, "metrics port 'http' is not a number"),
-        ({"HEADRACE_NAME": "a/b"}, 2, "producer name 'a/b' must be letters"),
+        ({"HEADRACE_NAME": "a/b"}, 2, "producer name 'a/b' must be 1 to 100 letters"),
     ],
 )
 async def test_what_a_producer_is_told_wrongly_is_one_sentence(

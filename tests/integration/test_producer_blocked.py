@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.producers import Scene, Setting, settings
-from tests.support import RedisProcess, wait_until
+from tests.producers import Scene, Setting
+from tests.support import wait_until
 
 OWN = """
 import asyncio, threading
@@ -38,25 +35,6 @@ class Clings(SingleTurn):
             except asyncio.CancelledError:
                 pass
 """
-
-
-@pytest.fixture
-async def setting(
-    redis_url: str, run_id: str, no_key_left: None, redis_process: Callable[..., RedisProcess]
-) -> AsyncIterator[Setting]:
-    async with settings(redis_url, run_id) as make:
-        yield make
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait(20)
-        if process.stderr is not None:
-            process.stderr.close()
 
 
 async def own(setting: Setting, tmp_path: Path, **change: Any) -> Scene:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -22,17 +22,6 @@ async def setting(
     server = redis_process("--appendfsync", "always")
     async with settings(server.url, run_id) as make:
         yield make, server
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait(20)
-        if process.stderr is not None:
-            process.stderr.close()
 
 
 async def playing(make: Setting, processes: list[subprocess.Popen[str]], **engine: Any) -> Scene:

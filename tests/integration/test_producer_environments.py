@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,12 @@ import pytest
 from broker.messages import Trajectory
 from deploy.inspection import dataset_sizes
 from headrace.config import Config
-from tests.producers import Setting, settings
-from tests.support import RedisProcess
+from tests.producers import Setting
 
 REWARD = """
 def half(rollout):
     return 0.5 if rollout.environment == "hard" and isinstance(rollout.answer, int) else -1.0
 """
-
-
-@pytest.fixture
-async def setting(
-    redis_url: str, run_id: str, no_key_left: None, redis_process: Callable[..., RedisProcess]
-) -> AsyncIterator[Setting]:
-    async with settings(redis_url, run_id) as make:
-        yield make
 
 
 @pytest.fixture

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-
-import pytest
-
 from broker.messages import Group
 from broker.validate import Limits, check_group
 from producers.engines.scripted import ScriptedEngine
 from producers.loops import Producer
-from tests.producers import Scene, Setting, counted, settings
-from tests.support import RedisProcess, wait_until
+from tests.producers import Scene, Setting, counted
+from tests.support import wait_until
 
 MAX_LAG = 2
-
-
-@pytest.fixture
-async def setting(
-    redis_url: str, run_id: str, no_key_left: None, redis_process: Callable[..., RedisProcess]
-) -> AsyncIterator[Setting]:
-    async with settings(redis_url, run_id) as make:
-        yield make
 
 
 async def slow(setting: Setting, stale: str) -> Scene:
