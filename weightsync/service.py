@@ -87,6 +87,7 @@ class WeightService:
         self._books = Books()
         self._head: PolicyVersion | None = None
         self._head_moved = asyncio.Event()
+        self._pinned: set[PolicyVersion] = set()
         self._lane = Lane("verifier", "wait_head")
         self._pace = Pace(0.5)
         self._contact = time.monotonic()
@@ -149,6 +150,7 @@ class WeightService:
         """One round; returns the segments that were freed."""
         names = self._arena.segments(self._run_id)
         head, leased, pinned = await self._port.head(), await self._port.leased(), await self._port.pinned()
+        self._pinned = pinned
         coming = self._between.mirror.needed() if self._between else set()
         held = [Held(str(name), name.version, name.owner.alive) for name in names]
         going = {item.name for item in freeable(held, head, leased.keys() | pinned | coming)}
@@ -190,12 +192,16 @@ class WeightService:
                     self._service.stop(f"order {order.kind}: {order.reason}" if order.reason else f"order {order.kind}")
 
     async def leave(self) -> None:
-        """After the loops: remove what nobody else will. What a living trainer of a running run holds is kept."""
+        """After the loops: remove what nobody else will.
+
+        Of a running run, what a living trainer holds is kept, and what is pinned.
+        """
         over = await self._over()
         if over:
             await self._await_trainer()
         for name in self._arena.segments(self._run_id):
-            if (over or not name.owner.alive) and await asyncio.to_thread(self._arena.remove, name):
+            kept = name.owner.alive or name.version in self._pinned
+            if (over or not kept) and await asyncio.to_thread(self._arena.remove, name):
                 self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
 
     async def _over(self) -> bool:

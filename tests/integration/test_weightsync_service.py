@@ -201,6 +201,29 @@ async def test_service_ends_with_its_run_and_takes_the_segments_along(
     assert list(arena.folder.iterdir()) == []
 
 
+async def test_what_is_pinned_outlives_its_trainer_and_the_service(
+    run: Run, record: RunRecord, redis_url: str, arena: Arena, publisher: Publisher, wait_until: WaitUntil
+) -> None:
+    for step in (0, 1):
+        assert await publisher.publish(PolicyVersion(1, step), TENSORS)
+        await publisher.sealed()
+        await run.pin(PolicyVersion(1, step))
+    for name in arena.segments(record.run_id):
+        (arena.folder / str(name)).rename(arena.folder / str(replace(name, owner=replace(name.owner, pid=1))))
+    with service(redis_url, record.run_id, arena) as process:
+
+        async def seen() -> bool:
+            return await checked(run, PolicyVersion(1, 1)) not in (None, "pending")
+
+        await wait_until(seen, "the service has looked at the head")
+        await run.unpin(PolicyVersion(1, 0))
+        await wait_until(lambda: len(arena.segments(record.run_id)) == 1, "what is not pinned any more is freed")
+        process.send_signal(signal.SIGTERM)
+        code, said = await ended(process)
+        assert code == 0, said
+    assert [name.version.step for name in arena.segments(record.run_id)] == [1]
+
+
 async def test_service_of_a_deleted_run_ends_with_a_sentence(
     run: Run, runs: Runs, record: RunRecord, redis_url: str, arena: Arena, wait_until: WaitUntil
 ) -> None:
