@@ -27,7 +27,7 @@ from weightsync.bulk.shelf import HeldBase, Shelf
 from weightsync.digests import Pace
 from weightsync.manifest import Layout, Manifest, decode
 from weightsync.placement import Placement
-from weightsync.staging import ROUND_CHUNKS, gives_way
+from weightsync.staging import ROUND_CHUNKS, given_up, gives_way
 from weightsync.transports.api import Unavailable
 from weightsync.transports.collective import CollectiveTransport
 from weightsync.transports.tcp import TcpTransport
@@ -181,35 +181,35 @@ class Mirror:
         digests: list[bytes] = []
         of = len(place.bounds)
         try:
-            nothing_came = True
+            waits = False
             while (at := len(digests)) < of:
                 self.progress = Progress(manifest.version, part, at, of)
-                if nothing_came or at % ROUND_CHUNKS == 0:
-                    await self._check(manifest, (part + at / of) / manifest.layout.parts)
+                if waits or at % ROUND_CHUNKS == 0:
+                    await self._check(manifest, (part + at / of) / manifest.layout.parts, waits)
                 # One by one, so that each is sent on at once; the transport reads ahead.
                 got = await source.fetch(range(at, at + 1), place, self._pace)
                 if isinstance(got, Unavailable):
                     raise _Ends("vanished", got.reason)
                 segment.grow(got)
                 digests += got
-                nothing_came = not got
+                waits = not got
         finally:
             await source.close()
             if base is not None:
                 base.close()
         return digests
 
-    async def _check(self, manifest: Manifest, staged: float) -> None:
-        """Whether to go on, with this share of the version here. Raises _Ends."""
+    async def _check(self, manifest: Manifest, staged: float, waits: bool) -> None:
+        """Whether to go on, with this share of the version here, or where nothing comes. Raises _Ends."""
         if self._stopping.is_set():
             raise _Ends("stopped")
         self._versions = await self._port.wait_versions(self._versions, 0)
         head = self._versions.head
-        if self._given_up(manifest):
+        if not manifest.sealed and given_up(manifest.version, self._versions):
             raise _Ends("vanished", f"another trainer has begun version {self._versions.coming}")
-        # One that is not sealed yet gives way to any newer one that is.
-        unsealed = not manifest.sealed and head is not None and head > manifest.version
-        if gives_way(manifest.version, head, 0.0 if unsealed else staged, self._skips_in_a_row):
+        # One that is not sealed yet gives way to any newer one that is; if nothing comes of it, however often that was.
+        skips = 0 if waits and not manifest.sealed else self._skips_in_a_row
+        if gives_way(manifest.version, head, staged if manifest.sealed else 0.0, skips):
             raise _Ends("skipped", f"version {head} is there")
 
     async def _sealed(self, manifest: Manifest) -> Manifest:
@@ -217,7 +217,7 @@ class Mirror:
         while not manifest.sealed:
             if self._stopping.is_set():
                 raise _Ends("stopped")
-            if self._given_up(manifest):
+            if not manifest.sealed and given_up(manifest.version, self._versions):
                 raise _Ends("vanished", f"another trainer has begun version {self._versions.coming}")
             head = self._versions.head
             if head is None or head < manifest.version:
@@ -240,12 +240,6 @@ class Mirror:
         if (manifest.run_id, manifest.version, manifest.layout) != (begun.run_id, begun.version, begun.layout):
             raise _Ends("refused", "it was sealed as another one than it was begun")
         return manifest
-
-    def _given_up(self, manifest: Manifest) -> bool:
-        """Whether a version that was begun will never be sealed: another one was begun since."""
-        head, coming = self._versions.head, self._versions.coming
-        newer = not manifest.sealed and coming is not None and coming > manifest.version
-        return newer and (head is None or head < manifest.version)
 
     async def _new(self, manifest: Manifest, part: int) -> NewSegment:
         """Raises WeightError without memory for it."""

@@ -189,6 +189,15 @@ async def test_a_version_gives_way_to_a_newer_one_but_not_twice_in_a_row(world: 
     assert (await mirror.pull(newest[0].sealed)).kind == "held", "a second one in a row is finished"
 
 
+async def test_a_version_that_does_not_come_gives_way_however_often_that_is(world: World, sites: Sites) -> None:
+    mirror = world.mirror(sites("here"))
+    for step in (1, 3):
+        stuck = world.origin.publish(PolicyVersion(1, step), chunks=1)
+        pull = asyncio.create_task(mirror.pull(stuck.manifest))
+        await world.seal(world.origin.publish(PolicyVersion(1, step + 1)))
+        assert (await pull).kind == "skipped"
+
+
 async def test_a_version_that_nobody_has_vanishes_and_leaves_nothing(world: World, sites: Sites) -> None:
     here = sites("here")
     version = world.origin.publish(chunks=2)

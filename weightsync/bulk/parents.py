@@ -184,7 +184,9 @@ class Parents:
 
     def done(self, *, holds: bool) -> None:
         """Tell the origin that this download is over."""
-        if not self._told or (connection := self._open(self.origin)) is None:
+        if not self._told or time.monotonic() < self._silent_until:
+            return
+        if (connection := self._open(self.origin)) is None:
             return
         try:
             connection.ask(Done(self._version, self._part, self._shared.name, holds))
