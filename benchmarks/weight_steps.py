@@ -10,6 +10,7 @@ import hashlib
 import os
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,14 @@ def bfloat16_versions() -> Versions:
     kept = Path(tempfile.gettempdir()) / f"headrace-weight-steps-{os.getuid()}-{recipe}.npy"
     if not kept.exists():
         unfinished = kept.with_suffix(f".{os.getpid()}.npy")
-        np.save(unfinished, _train())
+        np.save(unfinished, np.stack([_bits(model) for model in training(STEPS)]))
         unfinished.replace(kept)
     versions: Versions = np.load(kept)
     return versions
 
 
-def _train() -> Versions:
+def training(steps: int) -> Iterator[Any]:
+    """The model before the first step, and after each: one and the same, which goes on."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model: Any = LlamaForCausalLM(LlamaConfig(**_MODEL))
@@ -61,11 +63,10 @@ def _train() -> Versions:
         optimizer.param_groups[0]["lr"] = _PRETRAINING_RATE * min(1.0, (step + 1) / _WARM_UP)
         _step(model, optimizer, batches.next())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0, fused=True)
-    versions = [_bits(model)]
-    for _ in range(STEPS):
+    yield model
+    for _ in range(steps):
         _step(model, optimizer, batches.next())
-        versions.append(_bits(model))
-    return np.stack(versions)
+        yield model
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
