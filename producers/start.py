@@ -81,21 +81,7 @@ async def _assemble(
 
     stage = _stage(told.name, config, environments, engine, chat, scorer)
     jobs = Jobs(told.name, port, stage, config, gauges, service.stopping)
-    transport = await transport_of(config.weights, port, told.run_id, host, gauges.transport)
-    stack.push_async_callback(transport.close)
-    receiver = Receiver(
-        port,
-        engine,
-        told.name,
-        host,
-        run_id=told.run_id,
-        lease_s=config.weights.lease_s,
-        block_ms=config.broker.stream_block_ms,
-        share=config.weights.staging_share,
-        transport=transport,
-        on_commit=jobs.on_commit,
-        on_head=jobs.on_head,
-    )
+    receiver = await _receiver(told, config, port, host, engine, jobs, gauges, stack)
     producer = Producer(
         name=told.name,
         service=service,
@@ -109,6 +95,33 @@ async def _assemble(
         metrics_url=metrics_url,
     )
     return producer
+
+
+async def _receiver(
+    told: Invocation,
+    config: Config,
+    port: Run,
+    host: str,
+    engine: Engine,
+    jobs: Jobs,
+    gauges: Gauges,
+    stack: AsyncExitStack,
+) -> Receiver:
+    transport = await transport_of(config.weights, port, told.run_id, host, gauges.transport)
+    stack.push_async_callback(transport.close)
+    return Receiver(
+        port,
+        engine,
+        told.name,
+        host,
+        run_id=told.run_id,
+        lease_s=config.weights.lease_s,
+        block_ms=config.broker.stream_block_ms,
+        share=config.weights.staging_share,
+        transport=transport,
+        on_commit=jobs.on_commit,
+        on_head=jobs.on_head,
+    )
 
 
 async def _engine(config: Config, folder: Path | None, stack: AsyncExitStack) -> Engine:

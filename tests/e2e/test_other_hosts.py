@@ -1,4 +1,4 @@
-"""Producers of other hosts, each with a name and a shared memory of its own: with a weight service there, and without."""
+"""Producers of other hosts, each with a name and a memory of its own: with a weight service there, and without one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_weights_reach_producers_of_other_hosts(launched: Launches, tiny_model: 
     gate.touch()
     config.write_text(CONFIG.format(steps=STEPS, model=tiny_model, gate=gate))
     process = launched.up("--config", str(config), "--run", "far")
-    wait_here(lambda: (launched.runs / "far" / "connection.json").exists(), "Redis serves", PATIENCE_S)
+    wait_here((launched.runs / "far" / "connection.json").exists, "Redis serves", PATIENCE_S)
 
     def elsewhere(host: str) -> dict[str, str]:
         memory = launched.folder / host
