@@ -123,12 +123,13 @@ class Parents:
         """The origin did not answer, and is left alone for as long as it took."""
         self._reason = f"no weight service has said where it serves what lies on host {host}"
         self._origin_gone = self._heard_now = False
+        self._origin = ""
 
     @property
     def origin(self) -> str:
-        """Address of the host that published the part; empty where none is known, or it is this process's."""
-        address = self._shared.addresses().get(self._host, "")
-        return address if address != self._shared.address else ""
+        """Address of the host that published the part; empty where none was ever known, or it is this process's."""
+        self._origin = self._shared.addresses().get(self._host, self._origin)
+        return self._origin if self._origin != self._shared.address else ""
 
     def begin(self, parent: str) -> None:
         """A fetch begins; `parent` serves it, if any does."""
