@@ -166,7 +166,6 @@ def localized(config: Config) -> Config:
     if model.is_dir():
         tree["model"]["path"] = str(model.absolute())
     tree["run"]["folder"] = str(Path(config.run.folder).expanduser().absolute())
-    tree["evaluation"]["environment"] = _absolute_file(config.evaluation.environment)
     for environment in tree["environments"]:
         for name in ("name", "reward"):
             environment[name] = _absolute_file(environment[name])
