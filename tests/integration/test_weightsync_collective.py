@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from headrace.version import PolicyVersion
 from tests.bulk import LAYOUT, RUN, Publication, Site, Sites
 from tests.conftest import BROKER
 from tests.support import wait_until
+from tests.weights import flip
 from weightsync.arena import Arena, Owner
 from weightsync.bulk import pairs
 from weightsync.bulk.pairs import Hosting, PairBroken, ReceivingEnd, usable_backends
@@ -35,7 +38,7 @@ from weightsync.digests import Pace
 from weightsync.manifest import encode
 from weightsync.mirror import Mirror
 from weightsync.placement import Bytes, Placement
-from weightsync.transports.api import Unavailable
+from weightsync.transports.api import Source, Unavailable
 from weightsync.transports.collective import CollectiveTransport, PairDownload
 
 PLUGIN = "tests.ucc_backend"
@@ -66,13 +69,11 @@ async def collective(site: Site, *backends: str, stall_s: float = PATIENT_S) -> 
     await transport.close()
 
 
-async def rest(source: object, out: Bytes, at: int) -> None:
+async def rest(source: Source, out: Bytes, at: int) -> None:
     """Bring the chunks from `at` on into their places."""
     place = Placement(LAYOUT, 0, out)
     while at < CHUNKS:
-        got = await source.fetch(range(at, at + 1), place, Pace())  # type: ignore[attr-defined]
-        assert not isinstance(got, Unavailable), got.reason
-        at += len(got)
+        at += len(await fetched(source, range(at, at + 1), place))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ucc"])
@@ -90,9 +91,13 @@ async def test_a_mirror_pulls_versions_by_collective(
     async with collective(here, backend) as transport:
         mirror = Mirror(here.arena, transport, port, RUN, here.name, stopping=asyncio.Event(), block_ms=50)
         for step in (1, 2):
-            version = origin.publish(PolicyVersion(1, step), seed=step)
+            version = origin.publish(PolicyVersion(1, step), seed=step, chunks=3)
+            await port.announce(fence, version.manifest.version, encode(version.manifest))
+            pulling = asyncio.create_task(mirror.pull(version.manifest))
+            await wait_until(lambda: mirror.progress is not None and mirror.progress.chunks == 3, "three came", 60)
+            version.grow(CHUNKS - 3)
             await port.publish_head(fence, version.manifest.version, encode(version.sealed))
-            outcome = await mirror.pull(version.sealed)
+            outcome = await pulling
             assert (outcome.kind, outcome.transport) == ("held", f"collective-{backend}")
             assert (outcome.full_bytes, outcome.delta_bytes) == (LAYOUT.nbytes, 0)
             assert np.array_equal(held(here.arena, version), version.data)
@@ -136,9 +141,7 @@ async def test_a_process_that_dies_or_stops_mid_way_costs_a_line_and_nothing_els
     async with collective(here, "gloo", stall_s=2.0) as transport:
         source = await transport.open(version.manifest, 0)
         assert not isinstance(source, Unavailable)
-        got = await source.fetch(range(3), Placement(LAYOUT, 0, out), Pace())
-        assert not isinstance(got, Unavailable)
-        assert len(got) == 3
+        assert len(await fetched(source, range(3), Placement(LAYOUT, 0, out))) == 3
         assert transport.kind == "collective-gloo"
         ours, theirs = pid_here(source._download), pid_there(origin)  # type: ignore[attr-defined]
         os.kill(ours if where == "here" else theirs, signal_)
@@ -170,6 +173,67 @@ def started(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return -1
+
+
+async def test_what_is_cancelled_ends_at_once_and_leaves_no_process(
+    sites: Sites, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, origin = sites("here"), sites("origin", backends=("gloo",), wait_s=PATIENT_S)
+    version = origin.publish(chunks=3)
+    place = Placement(LAYOUT, 0, np.zeros(LAYOUT.nbytes, np.uint8))
+    async with collective(here, "gloo") as transport:
+        opening = asyncio.create_task(transport.open(version.manifest, 0))
+        await wait_until(lambda: len(ends()) == 2, "both ends begin")
+        await cancelled(opening)
+        await wait_until(lambda: not ends(), "both are gone", 60)
+        source = await transport.open(version.manifest, 0)
+        assert not isinstance(source, Unavailable)
+        assert len(ends()) == 2
+        assert len(await fetched(source, range(3), place)) == 3
+        fetching = asyncio.create_task(source.fetch(range(3, 4), place, Pace()))
+        await wait_until(lambda: source._download._busy, "it waits for what is not there yet")  # type: ignore[attr-defined]
+        await cancelled(fetching)
+        await source.close()
+        await wait_until(lambda: not ends(), "both are gone", 60)
+    assert not [line for line in caplog.messages if "not by collective" in line]
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def fetched(source: Source, chunks: range, place: Placement) -> list[bytes]:
+    got = await source.fetch(chunks, place, Pace())
+    assert not isinstance(got, Unavailable), got.reason
+    return got
+
+
+def ends() -> list[int]:
+    """Processes of pairs that this one has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"weightsync.transports.pair" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+async def test_a_damaged_chunk_is_noticed(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    here, origin = sites("here"), sites("origin", backends=("gloo",))
+    version = origin.publish()
+    flip(origin.arena.folder / version.segment.name, 0)
+    place = Placement(LAYOUT, 0, np.zeros(LAYOUT.nbytes, np.uint8))
+    async with collective(here, "gloo") as transport:
+        source = await transport.open(version.sealed, 0)
+        assert not isinstance(source, Unavailable)
+        assert await fetched(source, range(1), place) == []
+        await source.close()
+        assert transport.stats().bad_chunks, "TCP notices it as well"
+    (line,) = [line for line in caplog.messages if "not by collective" in line]
+    assert line.endswith("chunk 0 was damaged on the way")
 
 
 async def test_ends_that_share_no_backend_go_by_tcp(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:

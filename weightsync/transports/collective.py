@@ -49,6 +49,9 @@ class Pair:
     def open(self, secret: bytes, run_id: str, backends: tuple[str, ...]) -> None:
         """Raises OSError, WireError, WeightError."""
         self._connection.open(secret, run_id)
+        if not self._end.alive:
+            # Cancelled before there was a connection to shut down.
+            raise PairBroken("its process has ended")
         offer = self._connection.pair(backends, START_S + JOIN_S)
         if isinstance(offer, str):
             raise PairBroken(f"it refuses: {offer}")
