@@ -287,9 +287,10 @@ class Publisher:
         mine = self._fence.incarnation
         held = [Held(str(name), name.version, name.version.incarnation >= mine and name.owner.alive) for name in names]
         going = {item.name for item in freeable(held, head, leased.keys() | pinned)}
-        for name in names:
-            if str(name) in going and await asyncio.to_thread(self._arena.remove, name):
-                await self._port.forget(name.version)
+        for name in (name for name in names if str(name) in going):
+            # In this order: of a trainer that stops in between others find the segment.
+            await self._port.forget(name.version)
+            if await asyncio.to_thread(self._arena.remove, name):
                 self._stats = replace(self._stats, freed=self._stats.freed + 1)
 
     def _begin(self, version: PolicyVersion) -> NewSegment:

@@ -155,6 +155,21 @@ async def test_trainer_that_lost_the_run_frees_nothing_of_its_successor(
         assert successor.live == [5]
 
 
+async def test_manifest_is_dropped_before_its_segment(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that stops between the two leaves something that others find and free."""
+    dropped: dict[int, bool] = {}
+    forget = trainer.port.forget
+
+    async def noted(version: PolicyVersion) -> None:
+        dropped[version.step] = version.step in trainer.live
+        await forget(version)
+
+    monkeypatch.setattr(trainer.port, "forget", noted)
+    for step in (0, 1, 2):
+        assert await trainer.publish(step)
+    assert dropped == {0: True, 1: True}
+
+
 async def test_memory_of_the_next_version_is_made_ready(trainer: Trainer) -> None:
     assert await trainer.publish(0)
     (spare,) = [name for name in trainer.arena.segments() if name.spare]
