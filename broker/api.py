@@ -214,7 +214,7 @@ class ProducerPort(ServicePort, Protocol):
 
 class TrainerPort(ServicePort, Protocol):
     async def take_fence(self, newest_checkpoint: int) -> Fence:
-        """Become the run's trainer, of incarnation max(broker, newest checkpoint) + 1.
+        """Become the run's trainer, of incarnation max(broker, newest of the run's folder) + 1.
 
         Older ones are fenced from now on. A run that had ended is running again.
         """

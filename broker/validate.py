@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import add, ge, gt, lt
@@ -153,7 +154,9 @@ def _check_logprobs(flat: FlatGroup, sampled: int) -> str | None:
         return f"{len(flat.logprobs_M)} log-probs for {sampled} sampled tokens"
     # NaN fails every comparison, so the two bounds also refuse what is not a number.
     if not (flat.logprobs_M.max() <= LOGPROB_SLACK and flat.logprobs_M.min() > -math.inf):
-        return "a log-prob is not finite, or above 0"
+        number = int((~((flat.logprobs_M <= LOGPROB_SLACK) & (flat.logprobs_M > -math.inf))).argmax())
+        before = sampled_before(flat.mask_runs_R, accumulate(flat.lengths_N, initial=0))
+        return f"a log-prob of trajectory {bisect_right(before, number) - 1} is not finite, or above 0"
     return None
 
 

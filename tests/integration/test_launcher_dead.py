@@ -126,7 +126,7 @@ def test_they_are_listed_with_their_reasons(desk: Desk) -> None:
         ("groups", "huge", "1"),
         ("tasks", "broken", "1"),
     ]
-    assert "log-prob is not finite" in rows[0][7]
+    assert "a log-prob of trajectory 0 is not finite" in rows[0][7]
     listed = json.loads(desk.said("list", "--json"))
     columns = desk.said("list").splitlines()[0].split()
     assert {*columns} - {"age"} <= {*listed[0]} == {*columns, "age_s", "kind", "sha256"} - {"age"}, "one set of names"
@@ -137,7 +137,7 @@ def test_they_are_listed_with_their_reasons(desk: Desk) -> None:
 def test_one_is_shown_as_far_as_it_can_be_read(desk: Desk) -> None:
     letters = desk.letters()
     nan = desk.said("show", letters["nan"])
-    assert re.search(r"^reason +a log-prob is not finite", nan, re.M)
+    assert re.search(r"^reason +a log-prob of trajectory 0 is not finite", nan, re.M)
     assert re.search(r"^  env +arithmetic$", nan, re.M)
     assert re.search(r"^  2 trajectories of 10, 10 tokens$", nan, re.M)
     assert re.search(r"^  log-prob number 1 \(token 5 of trajectory 0\) is nan$", nan, re.M)
