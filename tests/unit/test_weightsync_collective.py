@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.api import RunRecord
+from broker.connect import connect_run
 from headrace.errors import WireError
+from headrace.service import Service
+from headrace.telemetry.metrics import Metrics
+from headrace.version import PolicyVersion
+from producers.engines.scripted import ScriptedEngine
+from producers.gauges import Gauges
+from tests.conftest import BROKER
+from weightsync.arena import Arena
 from weightsync.bulk.frames import (
     LENGTH,
     MAX_BACKENDS,
@@ -25,6 +35,9 @@ from weightsync.bulk.frames import (
     encode_request,
 )
 from weightsync.bulk.pairs import BACKENDS, Hosting, PairBroken, agreed
+from weightsync.mirror import Outcome
+from weightsync.service import WeightService
+from weightsync.transports import KINDS
 from weightsync.transports.pair import interface_of
 
 backends = st.lists(st.sampled_from(BACKENDS), unique=True).map(tuple)
@@ -88,6 +101,25 @@ def test_the_interface_of_an_address_is_found() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") == ""
     assert interface_of("::1") == ""
+
+
+async def test_metrics_name_the_transport_and_its_backend(record: RunRecord, tmp_path: Path) -> None:
+    port = connect_run(f"memory:{record.run_id}", record.run_id, BROKER)
+    of_service, of_producer = Metrics("r", "w1"), Metrics("r", "p1")
+    service = WeightService(
+        port, Service("w1"), name="w1", run_id="r", host="h", lease_s=1.0, block_ms=10, metrics=of_service,
+        arena=Arena(tmp_path),
+    )  # fmt: skip
+    service._imported(Outcome("held", PolicyVersion(1, 1), transport="collective-gloo"))
+    Gauges(ScriptedEngine(), of_producer, None).transport("collective-gloo")
+    for metrics in (of_service, of_producer):
+        lines = [
+            line for line in metrics.render().decode().splitlines() if line.startswith("headrace_weight_transport{")
+        ]
+        (now,) = [line for line in lines if line.endswith(" 1.0")]
+        assert 'kind="collective-gloo"' in now
+        assert len(lines) == len(KINDS)
+    await port.close()
 
 
 def test_services_that_go_by_collective_import_no_torch() -> None:
