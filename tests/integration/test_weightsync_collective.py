@@ -271,8 +271,10 @@ def test_without_the_token_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     hosting.end(sending)
 
 
-def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    code = "from weightsync.bulk.pairs import Child; c = Child(); c.backends(); print(c.pid, flush=True); input()"
+@pytest.mark.parametrize("until", ["c.backends()", "c._comes(60)"], ids=["heard", "unheard"])
+def test_a_process_ends_with_the_one_that_started_it(until: str) -> None:
+    """Also when its last answer was never read."""
+    code = f"from weightsync.bulk.pairs import Child; c = Child(); {until}; print(c.pid, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

@@ -179,11 +179,17 @@ def interface_of(address: str) -> str:
 
 def _listen(channel: socket.socket, orders: queue.SimpleQueue[_Order]) -> None:
     """In a thread, so that this process ends with the one that started it, whatever it waits for."""
-    while True:
-        data, files, _, _ = socket.recv_fds(channel, MAX_PACKET, 1)
-        if not data:
-            os._exit(0)
-        orders.put((json.loads(data), files[0] if files else None))
+    try:
+        while True:
+            data, files, _, _ = socket.recv_fds(channel, MAX_PACKET, 1)
+            if not data:
+                break
+            orders.put((json.loads(data), files[0] if files else None))
+    except ConnectionResetError:
+        # It ended with an answer unread.
+        pass
+    finally:
+        os._exit(0)
 
 
 def main() -> None:
