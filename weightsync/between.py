@@ -44,8 +44,16 @@ class Between:
             backends=backends,
         )
         self._addresses: dict[str, str] = {}
-        tcp = TcpTransport(lambda: self._addresses, secret, run_id, host=host, address=self.server.address)
-        self._transport = between_hosts(tcp, backends)
+        self._tcp = TcpTransport(
+            lambda: self._addresses,
+            secret,
+            run_id,
+            host=host,
+            address=self.server.address,
+            codec=config.codec,
+            deltas=self.server.deltas,
+        )
+        self._transport = between_hosts(self._tcp, backends)
         self._port = port
         self.mirror = Mirror(arena, self._transport, port, run_id, host, stopping=stopping, block_ms=block_ms)
 
@@ -61,8 +69,9 @@ class Between:
         return Importer(port, self.mirror, service, name, lease_s, block_ms, lambda: self.refresh(port), on_outcome)
 
     async def refresh(self, port: WeightsPort) -> None:
-        """Learn where other hosts serve."""
+        """Learn where other hosts serve, and the secret where Redis had lost it."""
         self._addresses = bulk_addresses(await port.peers())
+        self.server.secret = self._tcp.downloads.secret = await port.secret()
 
     def state(self) -> dict[str, Any]:
         """For the heartbeat."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from broker.api import Peer, WeightsPort
 from headrace.config import WeightsConfig
@@ -15,22 +16,30 @@ from weightsync.transports.collective import CollectiveTransport
 from weightsync.transports.tcp import TcpTransport, bulk_addresses
 
 
+@dataclass(slots=True)
+class Known:
+    """Hosts to where their weight services serve."""
+
+    addresses: dict[str, str]
+
+
 async def transport_of(
     config: WeightsConfig, port: WeightsPort, run_id: str, host: str, on_kind: Callable[[str], None]
 ) -> Transport:
     """Raises WeightError without a folder for shared memory or the wanted backend, BrokerUnavailable."""
-    addresses: dict[str, str] = {}
+    if config.transport == "shm":
+        return AutoTransport(Arena(), host, port.peers, None, on_kind)
+    known = Known({})
+    tcp = TcpTransport(lambda: known.addresses, await port.secret(), run_id, host=host, codec=config.codec)
 
     async def peers() -> list[Peer]:
         found = await port.peers()
-        addresses.clear()
-        addresses.update(bulk_addresses(found))
+        # Not changed in place: threads of the transport read it.
+        known.addresses = bulk_addresses(found)
+        tcp.downloads.secret = await port.secret()
         return found
 
-    remote: Transport | None = None
-    if config.transport != "shm":
-        tcp = TcpTransport(lambda: addresses, await port.secret(), run_id, host=host)
-        remote = between_hosts(tcp, await backends_of(config))
+    remote = between_hosts(tcp, await backends_of(config))
     return AutoTransport(Arena(), host, peers, remote, on_kind, local=config.transport != "tcp")
 
 

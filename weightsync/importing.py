@@ -13,7 +13,7 @@ from broker.api import Versions, WeightsPort
 from headrace.errors import WeightError, WireError
 from headrace.service import Service
 from headrace.version import PolicyVersion
-from weightsync.leasing import leased
+from weightsync.leasing import BASE, leased
 from weightsync.manifest import Manifest, decode
 from weightsync.mirror import Mirror, Outcome
 from weightsync.staging import backoff_s
@@ -46,6 +46,7 @@ class Importer:
         self._on_outcome = on_outcome
         self._done: PolicyVersion | None = None
         """The newest version that is here, or is none of other hosts'."""
+        self._asked: PolicyVersion | None = None
 
     async def run(self) -> None:
         """Until the service stops."""
@@ -62,6 +63,15 @@ class Importer:
             failures = 0 if await self._import(version) else failures + 1
             failed = version if failures else None
             seen = await self._port.wait_versions(seen, 0)
+
+    async def keep_base(self) -> None:
+        """Ask the version that the next delta will be based on to be kept where it was published, too."""
+        base, holder = self._mirror.base, BASE + self._name
+        if self._asked is not None and self._asked != base:
+            await self._port.release(self._asked, holder)
+        self._asked = base
+        if base is not None:
+            await self._port.lease(base, holder, self._lease_s)
 
     def _wanted(self, seen: Versions, failed: PolicyVersion | None) -> PolicyVersion | None:
         """The head, where it is not here yet; else what comes, which may never be sealed."""
@@ -83,6 +93,7 @@ class Importer:
                 except WeightError as error:
                     log.error("weight version %s does not come here: %s", version, error)
                     return False
+                await self.keep_base()
             self._on_outcome(outcome)
             if outcome.kind in ("vanished", "refused"):
                 return False

@@ -110,6 +110,11 @@ class Mirror:
         away = [number for number, part in enumerate(manifest.parts) if part.host != self._host]
         return [number for number in away if not self._has(manifest, number)]
 
+    @property
+    def base(self) -> PolicyVersion | None:
+        """What the next delta will be based on."""
+        return self._base
+
     def needed(self) -> set[PolicyVersion]:
         """What may not be freed whoever else needs it: the version that comes, and the base of the next delta."""
         coming = {self.progress.version} if self.progress else set()

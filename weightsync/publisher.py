@@ -33,6 +33,7 @@ from headrace.hosts import host_name
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, NewSegment, SegmentName
 from weightsync.filling import Filling, shape_of
+from weightsync.leasing import read
 from weightsync.manifest import Layout, Manifest, Part, encode
 from weightsync.retention import Held, freeable
 
@@ -263,7 +264,7 @@ class Publisher:
 
     async def _room(self) -> bool:
         if self._counted() >= self._max_live:
-            await self._free()
+            await self._free(bases=False)
         return self._counted() < self._max_live
 
     def _own(self) -> list[SegmentName]:
@@ -279,14 +280,14 @@ class Publisher:
             self._pins = await self._port.pinned()
         return self._pins
 
-    async def _free(self) -> None:
-        """Free what nobody needs."""
+    async def _free(self, *, bases: bool = True) -> None:
+        """Free what nobody needs; without `bases` also what only the next delta of another host would need."""
         names = self._own()
         head, leased, pinned = await self._port.head(), await self._port.leased(), await self._pinned()
         # What an older incarnation has begun will never be sealed, though its trainer may live.
         mine = self._fence.incarnation
         held = [Held(str(name), name.version, name.version.incarnation >= mine and name.owner.alive) for name in names]
-        going = {item.name for item in freeable(held, head, leased.keys() | pinned)}
+        going = {item.name for item in freeable(held, head, (leased.keys() if bases else read(leased)) | pinned)}
         for name in (name for name in names if str(name) in going):
             # In this order: of a trainer that stops in between others find the segment.
             await self._port.forget(name.version)

@@ -94,6 +94,7 @@ class WeightService:
         metrics.watch(self._lane)
         self._between = between
         self._importer = None
+        self._sent_bytes = 0
         if between is not None:
             self._importer = between.importer(port, service, name, lease_s, block_ms, self._imported)
 
@@ -275,6 +276,9 @@ class WeightService:
         page = self._books.page(self._head) if self._head else None
         if self._between is not None:
             await self._between.refresh(self._port)
+            self._count_sent(self._between)
+        if self._importer is not None:
+            await self._importer.keep_base()
         state = {
             "head": str(self._head) if self._head else None,
             "check": page.check if page else None,
@@ -297,6 +301,14 @@ class WeightService:
         finally:
             for wait in waits:
                 wait.cancel()
+
+    def _count_sent(self, between: Between) -> None:
+        sent = between.server.stats()
+        self._metrics.count(
+            "weights_sent_bytes", sent.sent_bytes - self._sent_bytes, help="Bytes that went to other hosts"
+        )
+        self._sent_bytes = sent.sent_bytes
+        self._metrics.gauge("weights_uploads", between.server.uploads, help="Hosts that take weights from here now")
 
     def _imported(self, outcome: Outcome) -> None:
         self._metrics.count(

@@ -21,6 +21,7 @@ from tests.weights import HOST, LAYOUT, Trainer, flat, gated, tensors, training
 from weightsync import filling
 from weightsync.arena import Arena
 from weightsync.digests import Pace, digest_of
+from weightsync.leasing import BASE
 from weightsync.publisher import Publisher
 from weightsync.service import WeightService
 
@@ -262,3 +263,14 @@ async def test_strided_and_already_cast_tensors_are_published_as_they_are(traine
     assert not values["embed"].is_contiguous()
     assert await trainer.publisher.publish(trainer.version(0), values)
     assert (await trainer.file(0)).read_bytes()[: LAYOUT.nbytes] == flat(values)
+
+
+async def test_the_base_of_a_delta_is_kept_as_long_as_there_is_room(trainer: Trainer) -> None:
+    assert await trainer.publish(0)
+    await trainer.port.lease(trainer.version(0), BASE + "weights of another host", 60)
+    assert await trainer.publish(1)
+    assert [name.version.step for name in trainer.arena.segments()] == [0, 1]
+    assert await trainer.publish(2), "no version is skipped for it"
+    assert await trainer.port.head() == trainer.version(2)
+    assert trainer.publisher.stats().skipped == 0
+    await trainer.port.release(trainer.version(0), BASE + "weights of another host")
