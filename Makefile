@@ -74,6 +74,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.broker --check
 	$(BIN)/python -m benchmarks.scale --check
 	$(BIN)/python -m benchmarks.memory --check
+	$(BIN)/python -m benchmarks.weightsync --check
 
 clean:
 	rm -rf $(VENV) .servers mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,6 +25,7 @@ from weightsync.publisher import Publisher
 from weightsync.transports.tcp import TcpTransport
 
 LIVE_VERSIONS = 3
+LEASE_S = 600.0
 
 
 def exact(sizes: Sizes) -> dict[str, Figure]:
@@ -60,6 +61,10 @@ async def _chain(folder: Path, steps: int) -> int:
             step > 0 and outcome.delta_bytes > 0 and came is not None and np.array_equal(came, _bits(model, layout))
         )
         there.free(version(step))
+        # The base of the next delta stays at its origin.
+        await port.lease(version(step), "there", LEASE_S)
+        if step:
+            await port.release(version(step - 1), "there")
     assert publisher is not None
     await publisher.close()
     await transport.close()

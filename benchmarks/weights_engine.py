@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from benchmarks.broker import create
 from benchmarks.report import Figure
@@ -239,5 +240,6 @@ async def _steps(engine: TorchEngine, count: int) -> None:
 
 
 def narrow(folder: Path) -> Path:
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     LlamaForCausalLM(llama(NARROW_BYTES)).save_pretrained(folder)
     return folder
