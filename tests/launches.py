@@ -50,7 +50,7 @@ class Launches:
     def headrace(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """One command to its end."""
         process = self.python("deploy.cli", *arguments, **environ)
-        out, err = process.communicate(timeout=110)
+        out, err = process.communicate(timeout=220)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def up(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:

@@ -202,7 +202,7 @@ class Project:
 
 def wait_until(predicate: Callable[[], bool], what: str) -> None:
     """Long enough for whole processes on a busy machine."""
-    wait_here(predicate, what, 60)
+    wait_here(predicate, what, 120)
 
 
 def running(project: Project, *parts: str) -> None:

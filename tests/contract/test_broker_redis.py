@@ -22,7 +22,7 @@ from tests.reigns import begun, closed, reign
 from tests.support import RedisProcess, make_group, make_task, wait_until
 
 CONFIG = BrokerConfig(stream_block_ms=20_000, connect_timeout_s=10.0, max_deliveries=3)
-HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=10.0, outage_s=0.2)
+HASTY = BrokerConfig(stream_block_ms=50, connect_timeout_s=2.0, outage_s=0.2)
 
 
 @pytest.fixture

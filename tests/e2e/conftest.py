@@ -11,6 +11,13 @@ from tests.launches import Launches
 from tests.support import wait_here
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs one after another, each process of which imports torch, on a machine that others share."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 def launches(folder: Path) -> Iterator[Launches]:
     made = Launches(folder)
     yield made

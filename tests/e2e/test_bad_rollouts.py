@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.launches import Launches
 from tests.support import wait_here
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 OWN = "tests/e2e/environments.py"
 
 

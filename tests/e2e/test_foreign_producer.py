@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.launches import CHECKOUT, Launches
 from tests.support import wait_here
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 CONFIG = """
 [run]
 steps = 3

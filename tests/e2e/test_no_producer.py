@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.launches import Launches
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 SETTINGS = (
     "producer.count=0",
     "trainer.without_producers='end'",

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.launches import Launches
 from tests.support import wait_here
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 STEPS = 24
 CONFIG = """
 [run]

@@ -16,7 +16,7 @@ from deploy.status import gather
 from tests.launches import Launches
 from tests.support import wait_here
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 STEPS = 60
 CONFIG = """
 [run]

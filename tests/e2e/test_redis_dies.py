@@ -12,7 +12,7 @@ import redis
 from tests.launches import Launches
 from tests.support import wait_here
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 STEPS, KILLS = 40, 3
 CONFIG = """
 [run]

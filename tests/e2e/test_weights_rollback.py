@@ -16,7 +16,7 @@ from headrace.version import PolicyVersion
 from tests.launches import Launches
 from tests.support import wait_here
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 CONFIG = """
 [run]
 steps = 100000

@@ -25,7 +25,7 @@ METRICS = {
     "weights": "headrace_weights_head_step",
     "producer-1": "headrace_tokens_per_s",
 }
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 
 
 @dataclass(slots=True)
