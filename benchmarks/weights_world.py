@@ -102,7 +102,7 @@ def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
 
 
 def touched(nbytes: int) -> Bytes:
-    """Memory as an engine has it, whose pages are there: torch's is aligned, which halves the time of a read into it."""
+    """Memory as an engine has it, whose pages are there: torch aligns it, which halves the time of a read into it."""
     buffer: Bytes = torch.empty(nbytes, dtype=torch.uint8).fill_(1).numpy()
     return buffer
 

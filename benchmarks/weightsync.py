@@ -76,7 +76,10 @@ def main() -> int:
     # Each in a process of its own: what one leaves in memory is of no matter to the next.
     with ProcessPoolExecutor(1, FORKS, max_tasks_per_child=1) as pool:
         for name in options.only:
-            figures |= pool.submit(measure, name, sizes).result()
+            found = pool.submit(measure, name, sizes).result()
+            for figure, one in found.items():
+                print(f"{figure}: {one.value:.4g} {one.unit}, ratio {one.ratio}", file=sys.stderr)
+            figures |= found
     return report("weight synchronisation", figures, json_file=options.json, check=options.check)
 
 
