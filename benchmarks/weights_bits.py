@@ -34,7 +34,7 @@ def exact(sizes: Sizes) -> dict[str, Figure]:
         chain = asyncio.run(_chain(folder, sizes.chain))
     right = chain + sum(_delta_is_exact(seed) for seed in range(sizes.deltas))
     of = sizes.chain + sizes.deltas
-    return {"exact": Figure(right, "of", of, right / of, 1.0)}
+    return {"exact": Figure(right, "exact", of, right / of, 1.0)}
 
 
 async def _chain(folder: Path, steps: int) -> int:
