@@ -31,8 +31,9 @@ with processes and an arena of their own. What copies, copies between touched bu
 is that of 30 narrow layers, so that the step does not hide the gap; staging beside SmolLM2-135M, which decodes on a
 core of its own. Links are shaped by a token bucket between two processes. Versions of links change as many elements
 by as many steps as the last step of `benchmarks/weight_steps.py`, at random places. Every delta is encoded anew.
-The stopped receiver stands still from the second version to the last, with a lease in its hands. The exact chain is a
-training whose versions come to another host as deltas; the others are deltas of random bits.
+The stopped receiver stands still from the second version to the last: with a lease on it, where it is seen to have one
+before it has committed. Versions of tcp, shm, staging and memory are the same bytes again. The exact
+chain is a training whose versions come to another host as deltas; the others are deltas of random bits.
 """
 
 from __future__ import annotations
