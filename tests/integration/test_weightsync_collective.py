@@ -25,13 +25,14 @@ from broker.connect import Run, connect_run, connect_runs
 from headrace.config import Config, WeightsConfig
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from tests.bulk import LAYOUT, RUN, Publication, Site, Sites
+from tests.bulk import LAYOUT, RUN, SECRET, Publication, Site, Sites
 from tests.conftest import BROKER
 from tests.support import wait_until
 from tests.weights import flip
 from weightsync.arena import Arena, Owner
 from weightsync.bulk import pairs
 from weightsync.bulk.pairs import Hosting, PairBroken, ReceivingEnd, usable_backends
+from weightsync.bulk.server import BulkServer
 from weightsync.bulk.shelf import Shelf
 from weightsync.choosing import backends_of, transport_of
 from weightsync.digests import Pace
@@ -196,6 +197,27 @@ async def test_what_is_cancelled_ends_at_once_and_leaves_no_process(
         await source.close()
         await wait_until(lambda: not ends(), "both are gone", 60)
     assert not [line for line in caplog.messages if "not by collective" in line]
+
+
+async def test_an_origin_that_comes_back_elsewhere_leaves_no_process(sites: Sites) -> None:
+    here, origin = sites("here"), sites("origin", backends=("gloo",))
+    version = origin.publish()
+    async with collective(here, "gloo") as transport:
+        source = await transport.open(version.sealed, 0)
+        assert not isinstance(source, Unavailable)
+        first = pid_here(source._download)  # type: ignore[attr-defined]
+        await source.close()
+        transport._not_before["192.0.2.1:1"] = 0.0
+        origin.server.close()
+        server = BulkServer(origin.arena, RUN, SECRET, backends=("gloo",))
+        sites.book["origin"] = server.address
+        again = await transport.open(version.sealed, 0)
+        assert not isinstance(again, Unavailable)
+        assert transport.kind == "collective-gloo"
+        assert gone(first)
+        assert not transport._not_before
+        await again.close()
+    server.close()
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

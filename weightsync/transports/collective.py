@@ -218,13 +218,10 @@ class CollectiveTransport:
     async def _paired(self, address: str) -> Pair | None:
         """None where there is none now; that was logged."""
         async with self._pairing:
-            pair = self._pairs.get(address)
-            if pair is not None and pair.usable:
+            await self._forget()
+            if pair := self._pairs.get(address):
                 return pair
-            if pair is not None:
-                del self._pairs[address]
-                await asyncio.to_thread(pair.close)
-            if time.monotonic() < self._not_before.get(address, 0.0):
+            if address in self._not_before:
                 return None
             shared = self.downloads
             try:
@@ -238,6 +235,15 @@ class CollectiveTransport:
             log.info("weights come from %s by collective, backend %s", address, pair.backend)
             self._pairs[address] = pair
             return pair
+
+    async def _forget(self) -> None:
+        """Pairs that are over, also with hosts that are gone or elsewhere now, and failures that are past."""
+        for where, until in self._not_before.copy().items():
+            if until <= time.monotonic():
+                del self._not_before[where]
+        for pair in [pair for pair in self._pairs.values() if not pair.usable]:
+            del self._pairs[pair.address]
+            await asyncio.to_thread(pair.close)
 
     async def _open(self, pair: Pair) -> Exception | None:
         """Why it did not open. A task that is cancelled ends that first."""
