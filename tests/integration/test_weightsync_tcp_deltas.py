@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 
 from headrace.version import PolicyVersion
 from tests.bulk import LAYOUT, RUN, SECRET, Publication, Site, Sites, Wire, changed, content, digests, pull
+from tests.support import wait_until
+from weightsync.bulk.client import Connection
+from weightsync.bulk.frames import Change, Codec, Get
 from weightsync.bulk.shelf import HeldBase, Shelf
 from weightsync.digests import Pace
 from weightsync.manifest import Layout, Manifest, Part
@@ -93,6 +97,30 @@ async def test_without_the_base_at_the_sender_the_version_comes_in_full(sites: S
     assert np.array_equal(await fetched(transport, new.sealed, WIDE, Front(OLD, WIDE, old.data)), new.data)
     assert transport.stats().full_bytes == WIDE.nbytes
     await transport.close()
+
+
+async def test_runs_that_are_none_leave_no_base_open(sites: Sites) -> None:
+    origin = sites("origin")
+    old, _ = both(origin, LAYOUT)
+    connection = Connection(origin.server.address, connect_s=60.0, stall_s=60.0)
+    connection.open(SECRET, RUN)
+    before = opened(origin, old)
+    change = Change(OLD, Codec.SPARSE_ULP, b"none")
+    connection.ask(Get(NEW, 0, LAYOUT.nbytes, LAYOUT.chunk_bytes, 0, 1, change))
+    await wait_until(lambda: origin.server.connections == 0, "it ends the connection")
+    assert origin.server.stats().invalid == 1
+    assert opened(origin, old) == before
+    connection.close()
+
+
+def opened(site: Site, version: Publication) -> int:
+    """How often this process has the segment open."""
+    file = str(site.arena.folder / version.segment.name)
+    count = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += str(descriptor.readlink()) == file
+    return count
 
 
 @pytest.mark.parametrize("sealed", [True, False])

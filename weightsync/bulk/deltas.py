@@ -188,12 +188,14 @@ class DeltaCache:
 class Encoder:
     """Makes the deltas that one request asks for. For one thread, with two chunks of memory of its own."""
 
-    def __init__(self, get: Get, change: Change, base: Held, new: Held, cache: DeltaCache) -> None:
-        """Raises WireError for runs that are none."""
+    def __init__(
+        self, get: Get, change: Change, marks: list[tuple[int, str]], base: Held, new: Held, cache: DeltaCache
+    ) -> None:
+        """`marks` are the runs of the change, decoded. Closes `base` with itself."""
         self.codec = change.codec
         self._get = get
         self._change = change
-        self._marks = decode_runs(change.runs)
+        self._marks = marks
         self._runs_digest = digest_of_runs(change.runs)
         self._base = base
         self._new = new

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from headrace.errors import WeightError, WireError
-from weightsync.bulk.deltas import Delta, DeltaCache, Encoder
+from weightsync.bulk.deltas import Delta, DeltaCache, Encoder, decode_runs
 from weightsync.bulk.frames import (
     LENGTH,
     MAX_REQUEST_BYTES,
@@ -202,11 +202,12 @@ class Upload:
             held.close()
 
     def _encoder(self, get: Get, held: Held) -> Encoder | None:
-        """Where a delta is wanted and its base is here, too."""
+        """Where a delta is wanted and its base is here, too. Raises WireError for runs that are none."""
         if get.change is None:
             return None
+        marks = decode_runs(get.change.runs)
         base = self._shelf.whole(get.change.base, get.part, get.nbytes, get.chunk_bytes)
-        return None if base is None else Encoder(get, get.change, base, held, self._books.deltas)
+        return None if base is None else Encoder(get, get.change, marks, base, held, self._books.deltas)
 
     def _send_chunks(self, get: Get, held: Held, encoder: Encoder | None) -> None:
         chunk = get.first
