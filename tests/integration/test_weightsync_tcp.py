@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import struct
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +18,15 @@ import pytest
 from broker.api import Peer
 from headrace.version import PolicyVersion
 from tests.bulk import LAYOUT, RUN, SECRET, VERSION, Sites, content, digests, pull
-from tests.support import wait_until
+from tests.support import wait_here, wait_until
 from weightsync.bulk.client import Connection
 from weightsync.bulk.frames import Get, Status
+from weightsync.bulk.sockets import wait_for
 from weightsync.digests import Pace
 from weightsync.manifest import Layout, Manifest, Part
 from weightsync.placement import Placement
 from weightsync.transports.api import Unavailable
-from weightsync.transports.tcp import TcpTransport, bulk_addresses
+from weightsync.transports.tcp import THREADS, TcpTransport, bulk_addresses
 
 BIG = Layout.of([("w", "bfloat16", (1 << 20, 16))], chunk_bytes=1 << 20)
 """More than what sockets hold by themselves."""
@@ -162,22 +165,41 @@ async def test_a_version_of_another_size_is_not_sent(sites: Sites) -> None:
     await transport.close()
 
 
-async def test_a_fetch_that_is_cancelled_has_ended_and_holds_no_slot(sites: Sites) -> None:
-    origin, here = sites("origin", wait_s=1.0), sites("here")
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_fetch_that_is_cancelled_has_ended_and_holds_no_slot(sites: Sites, begun: bool) -> None:
+    """Whatever it waits for, and also when no thread had begun it."""
+    origin, here = sites("origin", wait_s=900.0), sites("here")
     version = origin.publish(chunks=1)
-    transport = here.transport()
+    transport = here.transport(stall_s=900.0)
     source = await transport.open(version.manifest, 0)
     assert not isinstance(source, Unavailable)
     place = Placement(LAYOUT, 0, np.zeros(LAYOUT.nbytes, np.uint8))
     assert await source.fetch(range(1), place, Pace())
+    free = threading.Event()
+    for _ in range(0 if begun else THREADS):
+        transport._threads.submit(free.wait)
     fetching = asyncio.create_task(source.fetch(range(1, 3), place, Pace()))
-    await wait_until(lambda: origin.server.uploads == 1, "it waits for the second chunk")
+    if begun:
+        await wait_until(lambda: waits_for_network(transport), "it waits for the second chunk")
+    else:
+        await wait_until(lambda: transport._threads._work_queue.qsize() == 1, "it waits for a thread")
     fetching.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await fetching
+    # The loop takes that up before a thread is free.
+    await asyncio.sleep(0)
+    free.set()
+    ended, _ = await asyncio.wait([fetching], timeout=60)
+    if not ended:
+        origin.server.close()
+    assert ended
+    assert fetching.cancelled()
     await source.close()
     await transport.close()
     await wait_until(lambda: origin.server.connections == 0, "the connection is closed")
+
+
+def waits_for_network(transport: TcpTransport) -> bool:
+    threads = {thread.ident for thread in transport._threads._threads}
+    return any(ident in threads and frame.f_code is wait_for.__code__ for ident, frame in sys._current_frames().items())
 
 
 async def test_a_receiver_that_takes_nothing_is_dropped_and_its_slot_is_free(sites: Sites) -> None:

@@ -66,9 +66,14 @@ class Download:
         """Since when the parent has not had the next chunk."""
         self._left = set(range(manifest.layout.chunks(part)))
 
+    def begin(self) -> None:
+        """Before each fetch, by who may cancel it: from here on `cancel` means that one."""
+        self._cancellation.clear()
+
     def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
         """As `Source.fetch`."""
-        self._cancellation.clear()
+        if self._cancellation.asked:
+            return []
         self._parents.begin(self._parent.address if self._parent else "")
         # Who reads on gets what comes next without asking each time.
         end = len(out.bounds) if chunks.start == self._after else chunks.stop
@@ -103,7 +108,7 @@ class Download:
             if parent is None:
                 self._cancellation.rest(AGAIN_S)
                 return None
-            self._parent = parent
+            self._parent = self._cancellation.use(parent)
             try:
                 header = self._header(parent, at, end)
                 if header.status is Status.CHUNK:

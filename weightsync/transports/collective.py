@@ -127,7 +127,6 @@ class PairDownload(Download):
         self._busy = False
 
     def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
-        self._cancellation.clear()
         if (pair := self._pair) is not None:
             if not pair.lock.acquire(timeout=ROUND_S):
                 return []
@@ -143,8 +142,6 @@ class PairDownload(Download):
             if came is not None:
                 self._left.difference_update(range(chunks.start, chunks.start + len(came)))
                 return came
-            if self._cancellation.asked:
-                return []
         return super().fetch(chunks, out, pace)
 
     def cancel(self) -> None:

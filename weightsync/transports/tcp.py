@@ -97,6 +97,7 @@ class TcpSource:
         loop = asyncio.get_running_loop()
         # A pool's thread holds its arguments a moment longer than the call; `out` may be unmapped by then.
         box = [out]
+        self._download.begin()
         fetching = loop.run_in_executor(self._threads, self._fetch, chunks, box, pace)
         try:
             return await asyncio.shield(fetching)
