@@ -258,6 +258,40 @@ async def test_connections_are_bounded(sites: Sites) -> None:
         sock.close()
 
 
+def test_a_connection_for_which_there_is_no_thread_is_refused(sites: Sites) -> None:
+    origin = sites("origin")
+    host, port = origin.server.address.split(":")
+    before = threading.stack_size(1 << 47)
+    try:
+        with socket.create_connection((host, int(port))) as refused:
+            refused.settimeout(60)
+            with contextlib.suppress(ConnectionError):
+                assert refused.recv(100) == b""
+    finally:
+        threading.stack_size(before)
+    wait_here(lambda: origin.server.stats().refused == 1, "it is counted")
+    connection = Connection(origin.server.address, connect_s=60.0, stall_s=60.0)
+    connection.open(SECRET, RUN)
+    connection.close()
+
+
+async def test_what_downloads_share_is_no_secret_and_no_closed_connection(sites: Sites) -> None:
+    first, second = sites("first"), sites("second")
+    transport = sites("here").transport()
+    shared = transport.downloads
+    assert repr(SECRET) not in repr(shared)
+    connections = [Connection(site.server.address, connect_s=60.0, stall_s=60.0) for site in (first, second)]
+    for connection in connections:
+        connection.open(SECRET, RUN)
+    shared.give_back(connections[0])
+    first.server.close()
+    shared.give_back(connections[1])
+    assert [connection.sock.fileno() >= 0 for connection in connections] == [False, True]
+    assert shared.take(second.server.address) is connections[1]
+    shared.give_back(connections[1])
+    await transport.close()
+
+
 async def test_requests_that_are_not_valid_end_the_connection(sites: Sites) -> None:
     origin = sites("origin")
     origin.publish()

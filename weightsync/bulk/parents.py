@@ -46,7 +46,7 @@ class Downloads:
 
     addresses: Callable[[], Mapping[str, str]]
     """Hosts to the addresses of their bulk servers, as known now."""
-    secret: bytes
+    secret: bytes = field(repr=False)
     run_id: str
     name: str
     """Of who pulls; no two processes have the same."""
@@ -82,10 +82,12 @@ class Downloads:
     def give_back(self, connection: Connection) -> None:
         """Everything that was asked on it is answered."""
         with self._lock:
-            before = self._idle.pop(connection.address, None)
+            over = [idle for idle in self._idle.values() if idle.address == connection.address or not idle.fresh]
+            for idle in over:
+                del self._idle[idle.address]
             self._idle[connection.address] = connection
-        if before is not None:
-            before.close()
+        for idle in over:
+            idle.close()
 
     def count(self, **more: int) -> None:
         with self._lock:

@@ -5,7 +5,8 @@ Wait graph. Nobody in this process waits for it, except `close`.
     thread      waits for                                        at most
     accept      a connection                                     `close`
     connection  the handshake                                    HANDSHAKE_S
-    connection  the next request                                 IDLE_S; after `stall_s` it gives its upload slot back
+    connection  the next request                                 IDLE_S, PAIR_IDLE_S with a pair; its upload slot is
+                                                                 free after `stall_s`
     connection  a chunk that is not ready yet                    `wait_s`, then it answers "not yet"
     connection  the receiver to take bytes                       `stall_s` without a byte taken, then it is dropped
     connection  a pair's process (`weightsync/bulk/pairs.py`)    START_S, JOIN_S; `stall_s` and more for a large chunk,
@@ -124,16 +125,24 @@ class BulkServer:
                     log.warning("the weight service cannot accept a connection: %s", error)
                 continue
             self._books.count(connections=1)
-            thread = threading.Thread(target=self._serve, args=(sock,), name="bulk-send", daemon=True)
-            with self._lock:
-                full = len(self._open) >= self._max_connections
-                if not full:
-                    self._open[sock] = thread
-            if full:
+            if not self._begin(sock):
                 self._books.count(refused=1)
                 abort(sock)
-            else:
+
+    def _begin(self, sock: socket.socket) -> bool:
+        """Serve it in a thread of its own; False where there are too many."""
+        thread = threading.Thread(target=self._serve, args=(sock,), name="bulk-send", daemon=True)
+        with self._lock:
+            if len(self._open) >= self._max_connections:
+                return False
+            try:
                 thread.start()
+            except RuntimeError as error:
+                log.warning("the weight service cannot serve one more connection: %s", error)
+                return False
+            # The thread takes it out, for which it waits for the lock.
+            self._open[sock] = thread
+        return True
 
     def _serve(self, sock: socket.socket) -> None:
         try:
