@@ -171,6 +171,11 @@ class Segment:
                 raise WeightError(f"weight segment {self.name} gave {got} bytes of {wanted}")
             start += got
 
+    @property
+    def freed(self) -> bool:
+        """Whether nobody can open it any more."""
+        return os.fstat(self._file).st_nlink == 0
+
     def fileno(self) -> int:
         return self._file
 
@@ -251,23 +256,23 @@ class Arena:
         )
 
     def remove(self, name: SegmentName) -> bool:
-        """Free a segment; readers keep what they have mapped. False when it was gone already."""
+        """Free a segment; readers keep what they have opened. False when it was gone already, or is another user's."""
         try:
             (self.folder / str(name)).unlink()
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             return False
         return True
 
     def sweep(
-        self, run_id: str | None = None, orphan_age_s: float = ORPHAN_AGE_S, *, spare: str | None = None
+        self, run_id: str | None = None, orphan_age_s: float = ORPHAN_AGE_S, *, keep_run: str | None = None
     ) -> list[SegmentName]:
         """Remove what dead owners left behind: all of `run_id`'s, and of other runs what is old enough.
 
-        Nothing of run `spare`: which of its versions are still needed only its broker says.
+        Nothing of run `keep_run`: which of its versions are still needed only its broker says.
         """
         removed = []
         for name in self.segments():
-            if name.owner.alive or (name.run_id == spare and not name.spare):
+            if name.owner.alive or (name.run_id == keep_run and not name.spare):
                 continue
             if not name.spare and name.run_id != run_id and self._age_s(name) < orphan_age_s:
                 continue

@@ -54,7 +54,6 @@ class Between:
             deltas=self.server.deltas,
         )
         self._transport = between_hosts(self._tcp, backends)
-        self._port = port
         self.mirror = Mirror(arena, self._transport, port, run_id, host, stopping=stopping, block_ms=block_ms)
 
     def importer(
@@ -87,4 +86,5 @@ class Between:
 
     async def close(self) -> None:
         await self._transport.close()
+        await self.mirror.close()
         await asyncio.to_thread(self.server.close)

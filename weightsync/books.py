@@ -57,10 +57,10 @@ class Books:
         """It came to this host, each chunk verified."""
         self._change(version, check="verified", check_s=seconds, here=True)
 
-    def elsewhere(self, version: PolicyVersion, host: str) -> bool:
-        """Whether it was published on another host than this one."""
+    def host(self, version: PolicyVersion) -> str | None:
+        """Where it was published; None where that is not known."""
         page = self._pages.get(version)
-        return page is not None and page.host != host
+        return None if page is None else page.host
 
     def observe(self, leased: Mapping[PolicyVersion, Iterable[str]], peers: Iterable[Peer]) -> None:
         """Take over who reads and who is on each version now."""

@@ -16,7 +16,7 @@ from headrace.version import PolicyVersion
 from weightsync.leasing import BASE, leased
 from weightsync.manifest import Manifest, decode
 from weightsync.mirror import Mirror, Outcome
-from weightsync.staging import backoff_s
+from weightsync.staging import backoff_s, next_version
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Importer:
         failed: PolicyVersion | None = None
         failures = 0
         while not self._service.stopping.is_set():
-            version = self._wanted(seen, failed)
+            version = next_version(seen, self._done, failed)
             if version is None:
                 # What failed is tried again, once its time has come.
                 wait_ms = self._block_ms if failed is None else min(self._block_ms, int(1000 * backoff_s(failures)) + 1)
@@ -73,19 +73,14 @@ class Importer:
         if base is not None:
             await self._port.lease(base, holder, self._lease_s)
 
-    def _wanted(self, seen: Versions, failed: PolicyVersion | None) -> PolicyVersion | None:
-        """The head, where it is not here yet; else what comes, which may never be sealed."""
-        for version in (seen.head, seen.coming):
-            if version is not None and version != failed and (self._done is None or version > self._done):
-                return version
-        return None
-
     async def _import(self, version: PolicyVersion) -> bool:
         """False when it should be tried again."""
         manifest = await self._manifest(version)
         if manifest is None:
             return False
-        if self._mirror.wants(manifest):
+        if not self._mirror.wants(manifest):
+            self._mirror.holds(manifest)
+        else:
             await self._refresh()
             async with leased(self._port, version, self._name, self._lease_s):
                 try:

@@ -12,6 +12,7 @@ producers of this host, each for at most a second at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from weightsync.digests import Pace
 from weightsync.manifest import Layout, Manifest, decode
 from weightsync.placement import Placement
 from weightsync.staging import ROUND_CHUNKS, given_up, gives_way
-from weightsync.transports.api import Unavailable
+from weightsync.transports.api import Source, Unavailable
 from weightsync.transports.collective import CollectiveTransport
 from weightsync.transports.tcp import TcpTransport
 
@@ -104,11 +105,20 @@ class Mirror:
         self._versions = Versions()
         self._skips_in_a_row = 0
         self._base: PolicyVersion | None = None
+        self._spare: tuple[tuple[int, int], NewSegment] | None = None
 
     def wants(self, manifest: Manifest) -> list[int]:
         """The parts that lie on other hosts, and are not whole in this host's memory."""
-        away = [number for number, part in enumerate(manifest.parts) if part.host != self._host]
-        return [number for number in away if not self._has(manifest, number)]
+        return [
+            number
+            for number, part in enumerate(manifest.parts)
+            if part.host != self._host and not self._shares(manifest, number) and not self._has(manifest, number)
+        ]
+
+    def holds(self, manifest: Manifest) -> None:
+        """Nothing of this version is wanted: what came from elsewhere is what the next delta can be based on."""
+        if any(self._has(manifest, number) for number, part in enumerate(manifest.parts) if part.host != self._host):
+            self._base = manifest.version
 
     @property
     def base(self) -> PolicyVersion | None:
@@ -139,7 +149,10 @@ class Mirror:
         self._skips_in_a_row = self._skips_in_a_row + 1 if kind == "skipped" else 0
         if kind == "held":
             self._base = manifest.version
-        after = self._transport.stats()
+        after, ended = self._transport.stats(), time.perf_counter()
+        latency_s = time.time() - manifest.sealed_s if manifest.sealed else 0.0
+        if kind == "held" and wanted:
+            await asyncio.to_thread(self._make_spare, manifest, wanted[0])
         return Outcome(
             kind,
             manifest.version,
@@ -148,9 +161,15 @@ class Mirror:
             full_bytes=after.full_bytes - before.full_bytes,
             delta_bytes=after.delta_bytes - before.delta_bytes,
             transport=self._transport.kind,
-            seconds=time.perf_counter() - start,
-            latency_s=time.time() - manifest.sealed_s if manifest.sealed else 0.0,
+            seconds=ended - start,
+            latency_s=latency_s,
         )
+
+    async def close(self) -> None:
+        """After the last pull."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            await asyncio.to_thread(spare[1].discard)
 
     async def _pull(self, manifest: Manifest, wanted: list[int]) -> Manifest:
         """The sealed manifest, once all is here. Raises _Ends."""
@@ -158,16 +177,14 @@ class Mirror:
         came: dict[int, list[bytes]] = {}
         try:
             for part in wanted:
-                segments[part] = await self._new(manifest, part)
-                came[part] = await self._fill(manifest, part, segments[part])
+                came[part] = await self._fill(manifest, part, segments)
             manifest = await self._sealed(manifest)
             for part in wanted:
                 if tuple(came[part]) != manifest.parts[part].digests:
                     # Whoever sent it vouched for other bytes than the trainer. Now each chunk is judged as it comes.
                     log.warning("weight version %s: part %d is not what its manifest says", manifest.version, part)
-                    await asyncio.to_thread(segments[part].discard)
-                    segments[part] = await self._new(manifest, part)
-                    came[part] = await self._fill(manifest, part, segments[part])
+                    await asyncio.to_thread(segments.pop(part).discard)
+                    came[part] = await self._fill(manifest, part, segments)
                 await asyncio.to_thread(segments.pop(part).seal)
         finally:
             for segment in segments.values():
@@ -175,33 +192,36 @@ class Mirror:
                 await asyncio.to_thread(segment.discard)
         return manifest
 
-    async def _fill(self, manifest: Manifest, part: int, segment: NewSegment) -> list[bytes]:
-        """Bring one part into its segment; the digest of each chunk. Raises _Ends."""
+    async def _fill(self, manifest: Manifest, part: int, segments: dict[int, NewSegment]) -> list[bytes]:
+        """Bring one part into a segment of its own; the digest of each chunk. Raises _Ends."""
+        async with contextlib.AsyncExitStack() as stack:
+            base = self._whole(manifest, part)
+            if base is not None:
+                stack.callback(base.close)
+            source = await self._transport.open(manifest, part, base)
+            if isinstance(source, Unavailable):
+                raise _Ends("vanished", source.reason)
+            stack.push_async_callback(source.close)
+            segments[part] = segment = await self._new(manifest, part)
+            return await self._copy(manifest, part, source, segment)
+
+    async def _copy(self, manifest: Manifest, part: int, source: Source, segment: NewSegment) -> list[bytes]:
         layout = Layout((), segment.nbytes, chunk_bytes=manifest.layout.chunk_bytes)
         place = Placement(layout, 0, np.frombuffer(segment.data, np.uint8))
-        base = self._whole(manifest, part)
-        source = await self._transport.open(manifest, part, base)
-        if isinstance(source, Unavailable):
-            raise _Ends("vanished", source.reason)
         digests: list[bytes] = []
         of = len(place.bounds)
-        try:
-            waits = False
-            while (at := len(digests)) < of:
-                self.progress = Progress(manifest.version, part, at, of)
-                if waits or at % ROUND_CHUNKS == 0:
-                    await self._check(manifest, (part + at / of) / manifest.layout.parts, waits)
-                # One by one, so that each is sent on at once; the transport reads ahead.
-                got = await source.fetch(range(at, at + 1), place, self._pace)
-                if isinstance(got, Unavailable):
-                    raise _Ends("vanished", got.reason)
-                segment.grow(got)
-                digests += got
-                waits = not got
-        finally:
-            await source.close()
-            if base is not None:
-                base.close()
+        waits = False
+        while (at := len(digests)) < of:
+            self.progress = Progress(manifest.version, part, at, of)
+            if waits or at % ROUND_CHUNKS == 0:
+                await self._check(manifest, (part + at / of) / manifest.layout.parts, waits)
+            # One by one, so that each is sent on at once; the transport reads ahead.
+            got = await source.fetch(range(at, at + 1), place, self._pace)
+            if isinstance(got, Unavailable):
+                raise _Ends("vanished", got.reason)
+            segment.grow(got)
+            digests += got
+            waits = not got
         return digests
 
     async def _check(self, manifest: Manifest, staged: float, waits: bool) -> None:
@@ -256,12 +276,37 @@ class Mirror:
             if (name.version, name.part) == (version, part) and not name.owner.alive:
                 # Begun by a service that died.
                 self._arena.remove(name)
+        spare, self._spare = self._spare, None
+        if spare is not None and spare[0] == _size(manifest, part):
+            # Somebody may have cleaned the folder.
+            with contextlib.suppress(FileNotFoundError):
+                spare[1].begin(self._arena.name(self._run_id, version, part))
+                return spare[1]
+        elif spare is not None:
+            spare[1].discard()
         try:
             return self._arena.create(self._run_id, version, manifest.layout, part)
         except WeightError:
-            if not self._arena.sweep(orphan_age_s=0.0, spare=self._run_id):
+            if not self._arena.sweep(orphan_age_s=0.0, keep_run=self._run_id):
                 raise
             return self._arena.create(self._run_id, version, manifest.layout, part)
+
+    def _make_spare(self, manifest: Manifest, part: int) -> None:
+        """Memory for the next version, which need not be mapped then. Without any, that one makes its own."""
+        if self._spare is None:
+            with contextlib.suppress(WeightError):
+                segment = self._arena.create(self._run_id, manifest.version, manifest.layout, part, spare=True)
+                self._spare = _size(manifest, part), segment
+
+    def _shares(self, manifest: Manifest, part: int) -> bool:
+        """Whether the segment itself is in this host's memory, under whatever name its host goes."""
+        try:
+            segment = self._arena.open(manifest.parts[part].segment, manifest.layout, part)
+        except WeightError:
+            return False
+        if segment is not None:
+            segment.close()
+        return segment is not None
 
     def _has(self, manifest: Manifest, part: int) -> bool:
         layout = manifest.layout
@@ -277,3 +322,8 @@ class Mirror:
         layout = manifest.layout
         held = self._shelf.whole(self._base, part, layout.part_nbytes(part), layout.chunk_bytes)
         return HeldBase(self._base, held, layout.chunk_bytes) if held is not None else None
+
+
+def _size(manifest: Manifest, part: int) -> tuple[int, int]:
+    """What a segment must be of to hold this part."""
+    return manifest.layout.part_nbytes(part), manifest.layout.chunk_bytes

@@ -126,7 +126,7 @@ class Publisher:
         self._closing = False
         self._pins: set[PolicyVersion] = set()
         self._one = asyncio.Lock()
-        self._arena.sweep(spare=run_id)
+        self._arena.sweep(keep_run=run_id)
 
     def stats(self) -> PublisherStats:
         return self._stats
@@ -136,7 +136,7 @@ class Publisher:
 
         `tensors` has exactly the layout's names, with the shapes of this rank's rows (see `placement`), of any dtype
         and on any device; they may not change until this returns. False when the version was skipped because a rank
-        had no free segment.
+        had no free segment, or no memory for one after it had some before.
 
         Raises WeightError for tensors that do not fit or when there is no memory, Fenced, BrokerUnavailable; also
         what the sealing of the version before raised.
@@ -146,12 +146,13 @@ class Publisher:
                 raise WeightError(f"weight version {version} cannot be published: {fault}")
             start = time.perf_counter()
             await self._settled()
-            room = await self._room()
-            if b"" in await self._ranks.gather(b"room" if room else b""):
+            segment = await self._segment(version)
+            if b"" in await self._ranks.gather(b"" if segment is None else b"room") or segment is None:
+                if segment is not None:
+                    await asyncio.to_thread(segment.discard)
                 self._stats = replace(self._stats, skipped=self._stats.skipped + 1)
-                log.info("weight version %s is skipped: all %d segments are in use", version, self._max_live)
                 return False
-            segment, copy_s, digests, begun = await self._fill(version, dict(tensors))
+            copy_s, digests, begun = await self._fill(version, segment, dict(tensors))
             self._sealing = asyncio.create_task(self._seal(segment, digests, begun, start), name=f"seal {version}")
             stats = self._stats
             self._stats = replace(
@@ -192,11 +193,23 @@ class Publisher:
                 if name.version.incarnation == self._fence.incarnation and name.version not in kept:
                     await asyncio.to_thread(self._arena.remove, name)
 
+    async def _segment(self, version: PolicyVersion) -> NewSegment | None:
+        """Memory for a version; None where there is none now. Raises WeightError where there never was any."""
+        if not await self._room():
+            log.info("weight version %s is skipped: all %d segments are in use", version, self._max_live)
+            return None
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._begin, version)
+        except WeightError as error:
+            if self._newest is None:
+                raise
+            log.warning("weight version %s is skipped: %s", version, error)
+            return None
+
     async def _fill(
-        self, version: PolicyVersion, tensors: dict[str, torch.Tensor]
-    ) -> tuple[NewSegment, float, Digests, Manifest]:
+        self, version: PolicyVersion, segment: NewSegment, tensors: dict[str, torch.Tensor]
+    ) -> tuple[float, Digests, Manifest]:
         loop = asyncio.get_running_loop()
-        segment = await loop.run_in_executor(self._threads, self._begin, version)
         self._filling = filling = Filling(segment, self._layout, self._part)
         if self._closing:
             filling.give_up()
@@ -212,7 +225,7 @@ class Publisher:
             filling.give_up()
             segment.discard()
             raise
-        return segment, copy_s, digests, begun
+        return copy_s, digests, begun
 
     async def _seal(self, segment: NewSegment, digesting: Digests, begun: Manifest, start: float) -> None:
         """Behind the trainer's back: the version becomes the head, what nobody needs any more goes, memory for the
@@ -315,7 +328,7 @@ class Publisher:
         try:
             return self._arena.create(self._run_id, version, self._layout, self._part)
         except WeightError:
-            if not self._arena.sweep(orphan_age_s=0.0):
+            if not self._arena.sweep(orphan_age_s=0.0, keep_run=self._run_id):
                 raise
             return self._arena.create(self._run_id, version, self._layout, self._part)
 

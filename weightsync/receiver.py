@@ -27,7 +27,7 @@ from weightsync.digests import Pace
 from weightsync.leasing import leased
 from weightsync.manifest import Layout, Manifest, decode
 from weightsync.placement import Bytes, Placement, tensors_in
-from weightsync.staging import ROUND_CHUNKS, backoff_s, given_up, gives_way
+from weightsync.staging import ROUND_CHUNKS, backoff_s, given_up, gives_way, next_version
 from weightsync.transports.api import Transport, Unavailable
 from weightsync.transports.shm import ShmTransport
 
@@ -148,7 +148,10 @@ class Receiver:
         failures = 0
         while not stopping.is_set():
             block_ms = self._block_ms if failed is None else min(self._block_ms, int(backoff_s(failures) * 1000) + 1)
-            version = self._wanted(failed) or self._wanted(failed, await self._look(block_ms))
+            version = self._wanted(failed)
+            if version is None:
+                await self._look(block_ms)
+                version = self._wanted(failed)
             if version is None:
                 # After a failure the same version is tried again once its time has come.
                 failed = None
@@ -159,13 +162,8 @@ class Receiver:
             else:
                 failed, failures = None, 0
 
-    def _wanted(self, failed: PolicyVersion | None, versions: Versions | None = None) -> PolicyVersion | None:
-        """The head, where it is newer than the engine's version; else what comes, which may never be sealed."""
-        seen, current = versions or self._versions, self._engine.version
-        for version in (seen.head, seen.coming):
-            if version is not None and version != failed and (current is None or version > current):
-                return version
-        return None
+    def _wanted(self, failed: PolicyVersion | None) -> PolicyVersion | None:
+        return next_version(self._versions, self._engine.version, failed)
 
     async def _look(self, block_ms: int = 0) -> Versions:
         """What there is now, or after something changed; a newer head is told."""
@@ -203,7 +201,7 @@ class Receiver:
         if isinstance(sealed, _Outcome):
             return sealed
         for part, digests in enumerate(staged):
-            if failed := await self._mend(sealed, part, digests, out):
+            if failed := await self._mend(sealed, part, digests, out, stopping):
                 return failed
         verified = time.perf_counter()
         commit_s = await self._engine.commit(version)
@@ -280,7 +278,9 @@ class Receiver:
                 manifest = sealed
         return manifest
 
-    async def _mend(self, manifest: Manifest, part: int, digests: list[bytes], out: Bytes) -> _Outcome | None:
+    async def _mend(
+        self, manifest: Manifest, part: int, digests: list[bytes], out: Bytes, stopping: asyncio.Event
+    ) -> _Outcome | None:
         """Fetch once more what does not have its digest. None when all is as it must be."""
         place = Placement(manifest.layout, part, out)
         right = manifest.parts[part].digests
@@ -290,8 +290,14 @@ class Receiver:
             source = await self._transport.open(manifest, part)
             if isinstance(source, Unavailable):
                 return _Outcome.VANISHED
+            came: list[bytes] | Unavailable = []
             try:
-                came = await source.fetch(range(chunk, chunk + 1), place, self._pace)
+                while came == []:
+                    if stopping.is_set():
+                        return _Outcome.STOPPED
+                    came = await source.fetch(range(chunk, chunk + 1), place, self._pace)
+                    if came == [] and (late := _waits_in_vain(manifest.version, await self._look())):
+                        return late
             finally:
                 await source.close()
             if isinstance(came, Unavailable):

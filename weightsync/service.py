@@ -31,7 +31,7 @@ from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, SegmentName
+from weightsync.arena import Arena, Owner, SegmentName
 from weightsync.between import Between
 from weightsync.books import Books, Check
 from weightsync.checking import first_damage
@@ -160,12 +160,14 @@ class WeightService:
         for name in freed:
             self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
         # Whose manifests go: of what was published here.
-        ours = {name.version for name in freed if not self._books.elsewhere(name.version, self._host)}
+        ours = {name.version for name in freed if self._published_here(name)}
         gone = ours | set(self._books.unfreed(self._host))
-        for version in sorted(gone - staying - leased.keys() - pinned - {head}):
-            await self._port.forget(version)
-            self._books.freed(version)
-        for orphan in self._arena.sweep(spare=self._run_id):
+        for version in sorted(gone - staying - leased.keys() - pinned):
+            # What was begun since the head was asked is not among the names.
+            if head is not None and version < head:
+                await self._port.forget(version)
+                self._books.freed(version)
+        for orphan in self._arena.sweep(keep_run=self._run_id):
             self._write("orphan", segment=str(orphan))
         self._books.observe(leased, await self._port.peers())
         self._metrics.count("weights_freed", len(freed), help="Segments freed by this service")
@@ -220,12 +222,17 @@ class WeightService:
             )
             return False
 
+    def _published_here(self, name: SegmentName) -> bool:
+        """Not brought from another host, as far as is known."""
+        host = self._books.host(name.version)
+        return host == self._host if host is not None else name.owner != Owner.this()
+
     async def _await_trainer(self) -> None:
         """The trainer unlinks its segments itself when it closes; wait for that, at most `LEAVE_S`."""
         until = time.monotonic() + LEAVE_S
         # Files of another process: nothing wakes us when it unlinks them.
         while time.monotonic() < until and any(  # noqa: ASYNC110
-            name.owner.alive for name in self._arena.segments(self._run_id)
+            name.owner.alive and name.owner != Owner.this() for name in self._arena.segments(self._run_id)
         ):
             await asyncio.sleep(0.05)
 

@@ -13,6 +13,18 @@ FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 5.0
 
 
+def next_version(seen: Versions, current: PolicyVersion | None, failed: PolicyVersion | None) -> PolicyVersion | None:
+    """What to stage next: the head where it is not here yet, else what comes, which may never be sealed.
+
+    Nothing up to what `failed` just now: its time has to come first.
+    """
+    floor = max((version for version in (current, failed) if version is not None), default=None)
+    for version in (seen.head, seen.coming):
+        if version is not None and (floor is None or version > floor):
+            return version
+    return None
+
+
 def gives_way(staging: PolicyVersion, newest: PolicyVersion | None, staged: float, skips: int) -> bool:
     """Whether to drop what is being staged, of which this share is there, for the newest version.
 

@@ -175,3 +175,20 @@ async def test_shm_brings_what_its_trainer_has_made_so_far(tmp_path: Path, monke
     assert await waiting == digests[2:]
     assert np.array_equal(out, content_of(WHOLE, 0))
     await source.close()
+
+
+async def test_shm_waits_for_no_segment_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, digests = Arena(tmp_path), [*manifest("").parts[0].digests]
+    segment = arena.create("run", VERSION, WHOLE)
+    source = await ShmTransport("here", arena).open(manifest(segment.name, sealed=False), 0)
+    assert not isinstance(source, Unavailable)
+    segment.data[:] = content_of(WHOLE, 0).data
+    segment.grow(digests[:1])
+    segment.discard()
+    placement = Placement(WHOLE, 0, np.zeros(WHOLE.nbytes, np.uint8))
+    monkeypatch.setattr(shm, "WAIT_S", 0.02)
+    assert await source.fetch(range(len(digests)), placement, Pace()) == digests[:1]
+    gone = await source.fetch(range(1, len(digests)), placement, Pace())
+    assert isinstance(gone, Unavailable)
+    assert "given up" in gone.reason
+    await source.close()

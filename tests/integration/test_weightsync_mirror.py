@@ -21,6 +21,7 @@ from weightsync.bulk.shelf import Shelf
 from weightsync.manifest import Layout, encode
 from weightsync.mirror import Mirror, Outcome
 from weightsync.placement import Bytes
+from weightsync.transports.api import Unavailable
 
 
 @pytest.fixture
@@ -59,6 +60,7 @@ async def world(sites: Sites, record: RunRecord) -> AsyncIterator[World]:
     yield made
     for mirror in made.mirrors:
         await mirror._transport.close()
+        await mirror.close()
     await port.close()
     await runs.close()
 
@@ -107,6 +109,68 @@ async def test_the_next_version_comes_as_a_delta_of_the_one_that_is_here(world: 
             assert mirror.needed() == {version}
             if step > 1:
                 assert outcome.delta_bytes + outcome.full_bytes < LAYOUT.nbytes / 2
+
+
+async def test_a_mirror_that_begins_anew_finds_the_base_of_the_next_delta(world: World, sites: Sites) -> None:
+    here, first = sites("here"), world.origin.publish(PolicyVersion(1, 0))
+    await world.seal(first)
+    assert (await world.mirror(here).pull(first.sealed)).kind == "held"
+    again, data = world.mirror(here), changed(first.data, 0.02, 1)
+    assert again.wants(first.sealed) == []
+    again.holds(first.sealed)
+    assert again.base == PolicyVersion(1, 0)
+    second = world.origin.publish(PolicyVersion(1, 1), data=data)
+    await world.seal(second)
+    assert (await again.pull(second.sealed)).delta_bytes > 0
+    assert np.array_equal(there(here.arena, PolicyVersion(1, 1)), data)
+
+
+async def test_pulls_that_fail_leave_no_file_open(world: World, sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, first = sites("here"), world.origin.publish(PolicyVersion(1, 0))
+    mirror = world.mirror(here)
+    await world.seal(first)
+    await mirror.pull(first.sealed)
+    second = world.origin.publish(PolicyVersion(1, 1))
+
+    async def nobody(*_: object) -> Unavailable:
+        return Unavailable("nobody has said where")
+
+    monkeypatch.setattr(mirror._transport, "open", nobody)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(3):
+        assert (await mirror.pull(second.sealed)).kind == "vanished"
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert [name.version for name in here.arena.segments(RUN)] == [PolicyVersion(1, 0)], "no memory was taken for it"
+
+
+async def test_memory_for_the_next_version_is_ready_and_let_go_at_the_end(world: World, sites: Sites) -> None:
+    here = sites("here")
+
+    def spares() -> list[str]:
+        return [name.nonce for name in here.arena.segments() if name.spare]
+
+    mirror = world.mirror(here)
+    for step in range(2):
+        version = world.origin.publish(PolicyVersion(1, step))
+        await world.seal(version)
+        ready_before = spares()
+        assert (await mirror.pull(version.sealed)).kind == "held"
+        assert np.array_equal(there(here.arena, PolicyVersion(1, step)), version.data)
+        assert len(spares()) == 1
+        assert not {*ready_before} & {*spares()}
+    await mirror.close()
+    assert spares() == []
+
+
+async def test_what_is_in_this_hosts_memory_under_another_name_is_not_brought(world: World) -> None:
+    """As between containers of one machine that share their memory."""
+    version = world.origin.publish()
+    other = Mirror(
+        world.origin.arena, world.origin.transport(), world.port, RUN, "another-name", stopping=world.stopping
+    )
+    world.mirrors.append(other)
+    assert other.wants(version.sealed) == []
+    other.holds(version.sealed)
 
 
 async def test_what_this_host_published_is_not_brought_again(world: World) -> None:

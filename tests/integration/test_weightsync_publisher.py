@@ -19,7 +19,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.version import PolicyVersion
 from tests.weights import HOST, LAYOUT, Trainer, flat, gated, tensors, training
 from weightsync import filling
-from weightsync.arena import Arena
+from weightsync.arena import Arena, NewSegment
 from weightsync.digests import Pace, digest_of
 from weightsync.leasing import BASE
 from weightsync.publisher import Publisher
@@ -274,3 +274,23 @@ async def test_the_base_of_a_delta_is_kept_as_long_as_there_is_room(trainer: Tra
     assert await trainer.port.head() == trainer.version(2)
     assert trainer.publisher.stats().skipped == 0
     await trainer.port.release(trainer.version(0), BASE + "weights of another host")
+
+
+async def test_a_version_without_memory_is_skipped_once_there_was_some(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> NewSegment:
+        raise WeightError("/dev/shm has 0 MB left")
+
+    create = trainer.arena.create
+    monkeypatch.setattr(trainer.arena, "create", full)
+    with pytest.raises(WeightError, match="0 MB left"):
+        await trainer.publish(0)
+    monkeypatch.setattr(trainer.arena, "create", create)
+    assert await trainer.publish(0)
+    trainer.publisher._drop_spare()
+    monkeypatch.setattr(trainer.arena, "create", full)
+    assert not await trainer.publish(1)
+    assert trainer.publisher.stats().skipped == 1
+    monkeypatch.setattr(trainer.arena, "create", create)
+    assert await trainer.publish(2)

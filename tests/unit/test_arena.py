@@ -217,13 +217,23 @@ def test_orphans_of_other_runs_are_left_until_they_are_old(arena: Arena) -> None
         child.kill()
         child.wait()
     (name,) = arena.segments("other")
-    assert [name.spare for name in arena.sweep(spare="other")] == [True], (
+    assert [name.spare for name in arena.sweep(keep_run="other")] == [True], (
         "a spare without owner is of no use to anybody"
     )
     assert arena.sweep("run") == []
     os.utime(arena.folder / str(name), (0, 0))
-    assert arena.sweep(spare="other") == []
+    assert arena.sweep(keep_run="other") == []
     assert arena.sweep("run") == [name]
+
+
+def test_what_another_user_left_is_left(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = fill(arena)
+
+    def refused(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert not arena.remove(name)
 
 
 def test_reused_pid_and_unknown_namespace() -> None:

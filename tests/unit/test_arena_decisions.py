@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from broker.api import Versions
 from headrace.version import PolicyVersion
 from weightsync.retention import Held, freeable
-from weightsync.staging import LAST_BACKOFF_S, NEARLY_DONE, backoff_s, given_up, gives_way
+from weightsync.staging import LAST_BACKOFF_S, NEARLY_DONE, backoff_s, given_up, gives_way, next_version
 
 versions = st.builds(PolicyVersion, st.integers(0, 3), st.integers(0, 6))
 held_lists = st.lists(st.tuples(versions, st.booleans()), max_size=10, unique_by=lambda item: item[0]).map(
@@ -59,3 +59,19 @@ def test_version_is_given_up_once_a_newer_one_was_begun_before_it_was_sealed(
 def test_backoff_grows_and_is_bounded(failures: int) -> None:
     assert 0 <= backoff_s(failures) <= backoff_s(failures + 1) <= LAST_BACKOFF_S
     assert failures <= 0 or backoff_s(failures) > 0
+
+
+@given(st.none() | versions, st.none() | versions, st.none() | versions, st.none() | versions)
+def test_what_failed_is_not_tried_again_at_once_nor_anything_older(
+    head: PolicyVersion | None,
+    coming: PolicyVersion | None,
+    current: PolicyVersion | None,
+    failed: PolicyVersion | None,
+) -> None:
+    chosen = next_version(Versions(head, coming), current, failed)
+    wanted = [
+        version
+        for version in (head, coming)
+        if version is not None and all(known is None or version > known for known in (current, failed))
+    ]
+    assert chosen == next(iter(wanted), None)

@@ -6,8 +6,9 @@ or died); whoever asked then takes a newer one.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.version import PolicyVersion
 from weightsync.digests import Pace
@@ -65,3 +66,12 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Let connections and threads go. Idempotent."""
         ...
+
+
+async def ended(future: asyncio.Future[Any]) -> None:
+    """Also when this is cancelled once more: until then a thread may write into the caller's buffer."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue

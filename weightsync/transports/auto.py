@@ -54,12 +54,12 @@ class AutoTransport:
     async def open(self, manifest: Manifest, part: int, base: Base | None = None) -> Source | Unavailable:
         """Raises WeightError where nothing can bring it here."""
         theirs = manifest.parts[part].host
+        if self._shares and (segment := self._local(manifest, part)):
+            self._goes_by("shm", "its segment is in this host's memory")
+            return ShmSource(segment)
         peers = await self._peers()
         if self._remote is not None and not self._shares:
             return await self._open_remote(self._remote, "weights.transport says so", manifest, part, base)
-        if segment := self._local(manifest, part):
-            self._goes_by("shm", "its segment is in this host's memory")
-            return ShmSource(segment)
         if theirs == self._host:
             return Unavailable(f"segment {manifest.parts[part].segment} is gone")
         if any(peer.role == "weights" and peer.host == self._host and peer.alive for peer in peers):

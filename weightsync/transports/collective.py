@@ -26,8 +26,8 @@ from weightsync.bulk.parents import Downloads, TcpStats
 from weightsync.digests import Pace, digest_of
 from weightsync.manifest import Manifest
 from weightsync.placement import Placement
-from weightsync.transports.api import Base, Source, Unavailable
-from weightsync.transports.tcp import TcpSource, TcpTransport, ended
+from weightsync.transports.api import Base, Source, Unavailable, ended
+from weightsync.transports.tcp import TcpSource, TcpTransport
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from weightsync.arena import Arena, Segment
 from weightsync.digests import Pace, digest_of
 from weightsync.manifest import Manifest
 from weightsync.placement import Placement
-from weightsync.transports.api import Base, Unavailable
+from weightsync.transports.api import Base, Unavailable, ended
 
 LOOK_S = 0.005
 """Between two looks whether the next chunk of a version that is being published is ready."""
@@ -49,8 +49,12 @@ class ShmSource:
         self._segment = segment
 
     async def fetch(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
+        reading = asyncio.ensure_future(asyncio.to_thread(self._read, chunks, out, pace))
         try:
-            return await asyncio.to_thread(self._read, chunks, out, pace)
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await ended(reading)
+            raise
         except WeightError as error:
             return Unavailable(str(error))
 
@@ -58,10 +62,12 @@ class ShmSource:
         """In a thread: closing the last file of a freed version gives all its pages back, which takes a while."""
         await asyncio.to_thread(self._segment.close)
 
-    def _read(self, chunks: range, out: Placement, pace: Pace) -> list[bytes]:
+    def _read(self, chunks: range, out: Placement, pace: Pace) -> list[bytes] | Unavailable:
         until = time.monotonic() + WAIT_S
         while (ready := self._segment.ready()) <= chunks.start and time.monotonic() < until:
             time.sleep(LOOK_S)
+        if ready <= chunks.start and self._segment.freed and not self._segment.complete:
+            return Unavailable(f"segment {self._segment.name} was given up")
         digests = []
         pace.start()
         for chunk in range(chunks.start, min(ready, chunks.stop)):

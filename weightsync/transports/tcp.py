@@ -11,7 +11,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from broker.api import Peer
 from weightsync.bulk.deltas import DeltaCache
@@ -20,7 +19,7 @@ from weightsync.bulk.parents import Downloads, TcpStats
 from weightsync.digests import Pace
 from weightsync.manifest import Manifest
 from weightsync.placement import Placement
-from weightsync.transports.api import Base, Unavailable
+from weightsync.transports.api import Base, Unavailable, ended
 
 THREADS = 8
 
@@ -113,12 +112,3 @@ class TcpSource:
         if not self._closed:
             self._closed = True
             await asyncio.get_running_loop().run_in_executor(self._threads, self._download.close)
-
-
-async def ended(future: asyncio.Future[Any]) -> None:
-    """Also when this is cancelled once more: until then a thread may write into the caller's buffer."""
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue
