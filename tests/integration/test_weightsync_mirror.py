@@ -65,6 +65,11 @@ async def world(sites: Sites, record: RunRecord) -> AsyncIterator[World]:
     await runs.close()
 
 
+def open_files() -> int:
+    """Of this process."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
 def there(arena: Arena, version: PolicyVersion = VERSION, layout: Layout = LAYOUT) -> Bytes | None:
     """What a host holds of a version, once that is whole."""
     held = Shelf(arena, RUN).whole(version, 0, layout.nbytes, layout.chunk_bytes)
@@ -136,10 +141,10 @@ async def test_pulls_that_fail_leave_no_file_open(world: World, sites: Sites, mo
         return Unavailable("nobody has said where")
 
     monkeypatch.setattr(mirror._transport, "open", nobody)
-    before = len([*Path("/proc/self/fd").iterdir()])
+    before = open_files()
     for _ in range(3):
         assert (await mirror.pull(second.sealed)).kind == "vanished"
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert open_files() == before
     assert [name.version for name in here.arena.segments(RUN)] == [PolicyVersion(1, 0)], "no memory was taken for it"
 
 
