@@ -104,7 +104,8 @@ class Site:
         for delivery in taken.values():
             group = make_group(delivery.task, delivery.attempt, name)
             answer = await producer.publish(name, delivery, group)
-            assert (answer == "published") == (delivery.entry_id not in lost)
+            # Otherwise Redis may have lost that it delivered the task once more: then it is played once more.
+            assert answer != "published" or delivery.entry_id not in lost
             if answer == "published":
                 published.append(delivery.task.task_id)
         return published

@@ -31,6 +31,7 @@ max_new_tokens = 8
 
 [producer]
 engine = "scripted"
+engine_options = {{ step_s = 0.05 }}
 slots = 8
 lease_s = 2
 drain_s = 2
@@ -80,9 +81,19 @@ def test_a_run_goes_on_from_its_checkpoint_when_redis_is_emptied_while_the_train
     launched: Launches, tiny_model: Path
 ) -> None:
     process = start(launched, tiny_model, "emptied")
-    wait_here(lambda: max(launched.steps(), default=0) > 7, "steps that no checkpoint contains", PATIENCE_S)
+    wait_here(lambda: max(launched.steps(), default=0) > 7, "a checkpoint, and steps", PATIENCE_S)
     trainer = psutil.Process(launched.pid("trainer"))
-    trainer.suspend()
+
+    def beyond() -> bool:
+        """Whether it stands still with steps that no checkpoint contains."""
+        trainer.suspend()
+        saved = (launched.runs / "emptied" / "checkpoints").glob("*/*/state.json")
+        found = max(launched.steps()) > max(int(file.parent.name) for file in saved)
+        if not found:
+            trainer.resume()
+        return found
+
+    wait_here(beyond, "it stands still between two checkpoints", PATIENCE_S)
     with redis.Redis.from_url(launched.url()) as client:
         client.flushall()
     trainer.kill()

@@ -146,9 +146,8 @@ async def test_failed_groups_do_not_stop_the_run_until_nothing_else_comes(begin:
     assert sheet.reasons["failed: reward raised ValueError: no"] == sheet.verdicts["failed"]
 
 
-@pytest.mark.parametrize("gone", ["room", "folder"])
-async def test_a_version_without_memory_ends_the_trainer_with_a_sentence(
-    gone: str, begin: Begin, trainers: Trainers, tmp_path: Path
+async def test_a_version_without_a_place_ends_the_trainer_with_a_sentence(
+    begin: Begin, trainers: Trainers, tmp_path: Path
 ) -> None:
     """Also while its intake waits for groups, and may lose its cancellation."""
     _port, player, folder = await begin(
@@ -159,15 +158,35 @@ async def test_a_version_without_memory_ends_the_trainer_with_a_sentence(
     process = trainers.start()
     await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
     player.paused = True
-    if gone == "room":
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
-    else:
-        (tmp_path / "memory").rename(tmp_path / "elsewhere")
+    (tmp_path / "memory").rename(tmp_path / "elsewhere")
     player.paused = False
     stderr = await trainers.end(process)
     assert process.returncode == WeightError.exit_code
     assert "Traceback" not in stderr
-    assert f"weight segment{'' if gone == 'room' else 's'}" in stderr.splitlines()[-1]
+    assert "weight segments" in stderr.splitlines()[-1]
+
+
+async def test_versions_without_memory_are_skipped_until_there_is_some(begin: Begin, trainers: Trainers) -> None:
+    port, _player, folder = await begin(
+        run={"steps": 1000}, evaluation={"prompts": 0}, checkpoint={"every": 1000}, trainer={"group_size": 2}
+    )
+    process = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
+    # A limit on the size of its files stands in for full memory.
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    def skipped() -> bool:
+        return any(line["event"] == "publish_skipped" for line in events(folder))
+
+    await wait_until(skipped, "a version is skipped")
+    before = await port.head()
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def published() -> bool:
+        head = await port.head()
+        return head is not None and before is not None and head > before
+
+    await wait_until(published, "versions are published again")
 
 
 async def test_a_fenced_trainer_ends_with_a_sentence(begin: Begin, trainers: Trainers) -> None:
