@@ -76,11 +76,14 @@ class ModelConfig(Section):
     """"auto" is the first GPU where there is one, else the CPU."""
     context_length: int = Field(512, ge=8, le=LARGEST_SIZE)
     """Prompt and completion together, in tokens."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """How the model writes tool calls; "auto" is how its chat template writes them."""
 
 
 class EnvironmentConfig(Section):
     name: PathText
-    """"arithmetic", "reasoning_gym", or your own as `package.module:object` or `path/to/file.py:object`."""
+    """"arithmetic", "guess_number", "tool_arithmetic", "reasoning_gym", or your own as `package.module:object` or
+    `path/to/file.py:object`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor as keywords."""
     reward: PathText = ""
@@ -91,6 +94,12 @@ class EnvironmentConfig(Section):
     """Its share of the training prompts, relative to the weights of the others."""
     min_share: float = Field(0.0, ge=0, le=1)
     """It has at least this share of the training prompts, whatever the weights."""
+    max_turns: int = Field(0, ge=0, le=LARGEST_COUNT)
+    """An episode that goes on after so many completions is ended and scored; 0 is no limit but the context."""
+    max_tokens_per_turn: int = Field(0, ge=0, le=LARGEST_SIZE)
+    """New tokens of one completion; 0 is `sampling.max_new_tokens`."""
+    max_tokens_per_episode: int = Field(0, ge=0, le=LARGEST_SIZE)
+    """Tokens of a whole episode, prompts and observations counted; 0 is `model.context_length`."""
 
     @property
     def called(self) -> str:

@@ -123,11 +123,13 @@ async def _member(stage: Stage, environment: Environment, task: Task, number: in
 
 async def _scored(stage: Stage, task: Task, played: Played) -> Member:
     start = time.monotonic()
-    if task.kind == "train" and played.reward is not None and task.environment not in stage.rewarded:
+    own = task.kind == "train" and task.environment not in stage.rewarded
+    if own and played.reward is not None:
         score = judged(played.reward)
     else:
         score = await stage.scorer.score(task.environment, task.kind, played.rollout)
     trajectory = None
     if not score.failure:
-        trajectory = played.transcript.trajectory(score.reward, played.finish_reason, score.correct)
+        reward = score.reward + (played.turn_reward if own else 0.0)
+        trajectory = played.transcript.trajectory(reward, played.finish_reason, score.correct)
     return Member(trajectory, score.failure, played.queue_s, played.decode_s, time.monotonic() - start)

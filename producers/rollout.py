@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from broker.messages import FinishReason, Task
-from headrace.config import SamplingConfig
+from headrace.config import EnvironmentConfig, SamplingConfig
 from headrace.errors import ModelError
 from producers.chat import Chat
 from producers.engines.api import Completion, Engine, Request, SamplingParams
-from producers.environments.api import Done, Environment, Episode, Message, Observation, Rollout, Turn
+from producers.environments.api import Done, Environment, Episode, Observation, Rollout, ToolCall, Turn
 from producers.environments.calls import Calls, RolloutFailed
+from producers.environments.checks import checked_answer, checked_observation
 from producers.transcript import Transcript
 
 GOODBYE_S = 1.0
@@ -37,6 +39,8 @@ class Player:
     sampling: SamplingConfig
     calls: Calls
     """Into environments."""
+    limits: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    """By what tasks call an environment; one that is not there has no limits of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,14 @@ class Played:
     transcript: Transcript
     finish_reason: FinishReason
     reward: float | None
-    """None: to be scored."""
+    """The final one. None: to be scored."""
     queue_s: float
     decode_s: float
+
+    @property
+    def turn_reward(self) -> float:
+        """What its observations carried, which counts beside the final reward."""
+        return sum(turn.reward for turn in self.rollout.turns)
 
 
 async def play(
@@ -63,14 +72,15 @@ async def play(
     written = Transcript() if transcript is None else transcript
     ask = partial(player.calls.ask, f"environment {task.environment!r} with task {task.task_id}")
     episode: Episode = await ask(lambda: _episode(environment, task))
-    closing_s: float | None = None
     try:
-        return await _Game(player, task, member, episode, written, ask).play()
-    except asyncio.CancelledError:
-        closing_s = GOODBYE_S
+        played = await _Game(player, task, member, episode, written, ask).play()
+    except BaseException as error:
+        hurry_s = GOODBYE_S if isinstance(error, asyncio.CancelledError) else None
+        with suppress(RolloutFailed):  # what ended it is the reason, not what follows from it
+            await ask(episode.close, hurry_s, GOODBYE_S)
         raise
-    finally:
-        await ask(episode.close, closing_s)
+    await ask(episode.close, None, GOODBYE_S)
+    return played
 
 
 class _Game:
@@ -81,45 +91,69 @@ class _Game:
     ) -> None:
         self._player, self._task, self._member, self._episode = player, task, member, episode
         self._transcript, self._ask = transcript, ask
+        self._limits = player.limits.get(task.environment) or EnvironmentConfig(name=task.environment)
         self._turns: list[Turn] = []
-        self._prompt = ""
+        self._first = Observation(())
+        self._numbers = itertools.count()
         self._queue_s = self._decode_s = 0.0
 
     async def play(self) -> Played:
-        """Each turn adds at least one token, so the context bounds the number of turns."""
-        observation = _observation(await self._ask(self._episode.reset))
-        self._prompt = "\n".join(message.content for message in observation.messages)
-        self._show(observation, last_token=None)
+        """Each turn adds at least one token, so the context bounds the number of turns, where nothing else does."""
+        self._first = checked_observation(await self._ask(self._episode.reset), first=True)
+        self._show_first()
         while True:
             completion = await self._complete()
-            self._turns.append(Turn(self._player.chat.text(completion.token_ids_N), completion.finish_reason))
-            answer = await self._ask(lambda: self._episode.step(self._turns[-1]))
+            turn = Turn(
+                self._player.chat.text(completion.token_ids_N), completion.finish_reason, self._tool_calls(completion)
+            )
+            self._turns.append(turn)
+            answer = checked_answer(await self._ask(lambda: self._episode.step(self._turns[-1])))
             if isinstance(answer, Done):
                 return await self._played(completion.finish_reason, answer.reward)
-            if not self._show(_observation(answer), last_token=int(completion.token_ids_N[-1])):
+            self._turns[-1] = replace(turn, reward=float(answer.reward))
+            if len(self._turns) == self._limits.max_turns or not self._show_next(answer, completion):
                 return await self._played("length", None)
 
-    def _show(self, observation: Observation, last_token: int | None) -> bool:
-        """Append what the model sees next. False when no room for an answer is left; the first prompt must fit."""
-        chat, limit = self._player.chat, self._player.engine.context_length
+    @property
+    def _room(self) -> int:
+        """Tokens that the whole episode may have."""
+        context = self._player.engine.context_length
+        return min(context, self._limits.max_tokens_per_episode or context)
+
+    def _show_first(self) -> None:
+        """Raises RolloutFailed when no answer can follow."""
         try:
-            if last_token is None:
-                tokens = chat.prompt(observation.messages)
-            else:
-                tokens = chat.follow_up(observation.messages, last_token)
+            tokens = self._player.chat.prompt(self._first.messages, self._first.tools)
         except ModelError as error:
             raise RolloutFailed(str(error)) from error
-        if last_token is None and not len(tokens):
+        if not len(tokens):
             raise RolloutFailed("prompt is empty")
-        if len(self._transcript) + len(tokens) >= limit:
-            if last_token is None:
-                raise RolloutFailed(
-                    f"prompt of {len(tokens)} tokens leaves no room for an answer in a context of {limit} "
-                    f"(model.context_length)"
-                )
+        if len(tokens) >= self._room:
+            least = "model.context_length"
+            if self._room < self._player.engine.context_length:
+                least = "max_tokens_per_episode of the environment"
+            raise RolloutFailed(
+                f"prompt of {len(tokens)} tokens leaves no room for an answer in a context of {self._room} ({least})"
+            )
+        self._transcript.observe(tokens)
+
+    def _show_next(self, observation: Observation, completion: Completion) -> bool:
+        """Append what the model sees next. False when no room for an answer is left."""
+        last_token = int(completion.token_ids_N[-1])
+        try:
+            tokens = self._player.chat.follow_up(observation.messages, last_token, self._first.tools)
+        except ModelError as error:
+            raise RolloutFailed(str(error)) from error
+        if len(self._transcript) + len(tokens) >= self._room:
             return False
         self._transcript.observe(tokens)
         return True
+
+    def _tool_calls(self, completion: Completion) -> tuple[ToolCall, ...]:
+        if not self._first.tools:
+            return ()
+        calls = self._player.chat.tool_calls(completion.token_ids_N)
+        return tuple(replace(call, call_id=f"call{next(self._numbers):05d}") for call in calls)
 
     async def _complete(self) -> Completion:
         engine, sampling = self._player.engine, self._player.sampling
@@ -129,7 +163,9 @@ class _Game:
             request_id=f"{self._task.task_id}/{self._member}/{turn}#{next(_requests)}",
             prompt_ids_P=self._transcript.token_ids(),
             sampling=SamplingParams(
-                max_new_tokens=min(sampling.max_new_tokens, engine.context_length - len(self._transcript)),
+                max_new_tokens=min(
+                    self._limits.max_tokens_per_turn or sampling.max_new_tokens, self._room - len(self._transcript)
+                ),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -158,7 +194,7 @@ class _Game:
         rollout = Rollout(
             environment=self._task.environment,
             index=self._task.index,
-            prompt=self._prompt,
+            prompt="\n".join(message.content for message in self._first.messages),
             completion=self._turns[-1].text,
             turns=tuple(self._turns),
             answer=await self._ask(lambda: self._episode.answer),
@@ -184,15 +220,3 @@ def _episode(environment: Environment, task: Task) -> Episode:
     if missing:
         raise RolloutFailed(f"environment gave {type(episode).__name__} as an episode: it has no {', '.join(missing)}")
     return episode
-
-
-def _observation(given: object) -> Observation:
-    """What an environment gave, if it can be shown. Raises RolloutFailed."""
-    if not isinstance(given, Observation):
-        raise RolloutFailed(f"environment gave {type(given).__name__} where an Observation belongs")
-    texts = given.messages if isinstance(given.messages, tuple | list) else (None,)
-    if not all(isinstance(message, Message) and isinstance(message.content, str) for message in texts):
-        raise RolloutFailed("environment gave an Observation whose messages are not Messages with text")
-    if any("\ud800" <= letter <= "\udfff" for message in given.messages for letter in message.content):
-        raise RolloutFailed("environment gave an Observation whose text is not Unicode: it has half a surrogate pair")
-    return given

@@ -24,6 +24,7 @@ from producers.engines.api import Engine
 from producers.engines.registry import build_engine
 from producers.environments.api import Environment
 from producers.environments.calls import Calls
+from producers.environments.lifetime import set_up
 from producers.environments.registry import build_environment, environments_of
 from producers.gauges import Gauges, journal_of
 from producers.group import Stage
@@ -74,7 +75,8 @@ async def _assemble(
     scorer = _scorer(config)
     stack.push_async_callback(scorer.close)
     scorer.start()
-    chat = ByteChat() if folder is None else await asyncio.to_thread(TemplateChat.load, folder)
+    await set_up(environments, stack)
+    chat = await _chat(config, folder)
     engine = await _engine(config, folder, stack)
     gauges = Gauges(engine, metrics, journal_of(record.folder, told.name))
     stack.callback(gauges.close)
@@ -124,6 +126,12 @@ async def _receiver(
     )
 
 
+async def _chat(config: Config, folder: Path | None) -> Chat:
+    if folder is None:
+        return ByteChat()
+    return await asyncio.to_thread(TemplateChat.load, folder, config.model.tool_format)
+
+
 async def _engine(config: Config, folder: Path | None, stack: AsyncExitStack) -> Engine:
     engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
     stack.push_async_callback(engine.close)
@@ -143,7 +151,7 @@ def _stage(
 ) -> Stage:
     return Stage(
         producer=name,
-        player=Player(engine, chat, config.sampling, Calls(config.producer.reward_deadline_s)),
+        player=Player(engine, chat, config.sampling, Calls(config.producer.reward_deadline_s), environments_of(config)),
         environments=environments,
         scorer=scorer,
         min_group_size=config.producer.min_group_size,

@@ -31,9 +31,12 @@ class Calls:
         """Calls that were cancelled and have not ended."""
         return len(self._left)
 
-    async def ask(self, whom: str, call: Callable[[], Any], within_s: float | None = None) -> Any:
+    async def ask(
+        self, whom: str, call: Callable[[], Any], within_s: float | None = None, goodbye_s: float = 0.0
+    ) -> Any:
         """What the environment answers, by a coroutine or at once. `whom` names it where it blocks everything.
 
+        When this is cancelled, the call has `goodbye_s` left to end by itself before it is cancelled, too.
         Raises RolloutFailed when it raises or takes too long, ServiceError when too many calls never end.
         """
         if len(self._left) > self._most_left:
@@ -43,6 +46,10 @@ class Calls:
         task = asyncio.create_task(_answer(call), name=whom)
         try:
             done, _ = await asyncio.wait({task}, timeout=deadline_s)
+        except asyncio.CancelledError:
+            if goodbye_s:
+                await asyncio.wait({task}, timeout=goodbye_s)
+            raise
         finally:
             self._cancel(task)
         if not done:

@@ -69,7 +69,7 @@ def test_a_follow_up_completes_the_answer_before_it(chat: TemplateChat) -> None:
 def test_a_conversation_is_what_the_template_renders_of_it_as_a_whole(chat: TemplateChat) -> None:
     answer = "<|end|>"
     whole = chat.prompt([*USER, Message("assistant", "fine"), Message("user", "go on")])
-    fine = chat._tokens("fine" + answer, special=False)
+    fine = chat.tokens("fine" + answer)
     parts = [chat.prompt(USER), fine, chat.follow_up([Message("user", "go on")], last_token=int(fine[-1]))]
     assert np.concatenate(parts).tolist() == whole.tolist()
 

@@ -1,0 +1,201 @@
+"""How models write tool calls: known formats, one learned from a chat template, and ours where it has none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.objects import shortened
+from producers.environments.api import Message, ToolCall
+
+MOST_CALLS = 16
+"""In one turn; a model that repeats itself writes as many as its tokens last."""
+AFTER_THOUGHT = "</think>"
+PROBE = ToolCall("headrace_probe", {"headrace_key": "headrace value"}, "call00000")
+PROBE_ANSWER = "headrace-answer"
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PROBE.name,
+        "description": "Shows how a template writes tools.",
+        "parameters": {"type": "object", "properties": {"headrace_key": {"type": "string"}}},
+    },
+}
+
+_LEADING_MARKS = re.compile(r"\s*(<\|[^|>]*\|>\s*)*")
+_BETWEEN_CALLS = re.compile(r"[\s;,]*")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """Calls as JSON objects, one by one or in a list, each with a name and arguments.
+
+    They stand behind the mark `begin`. Where that is empty, a call is a completion that is nothing but JSON.
+    """
+
+    begin: str
+
+    def read(self, text: str) -> tuple[ToolCall, ...]:
+        """The calls in one completion, in order. What begins like one and is none comes with its `error`."""
+        said = text.rpartition(AFTER_THOUGHT)[2]
+        calls = self._marked(said) if self.begin else _bare(said)
+        if len(calls) > MOST_CALLS:
+            calls = [*calls[:MOST_CALLS], _bad(f"there are more than {MOST_CALLS} calls in one turn")]
+        return tuple(calls)
+
+    def _marked(self, text: str) -> list[ToolCall]:
+        calls: list[ToolCall] = []
+        place = text.find(self.begin)
+        while place >= 0 and len(calls) <= MOST_CALLS:
+            place += len(self.begin)
+            value, place, error = _decoded(text, place)
+            calls += [_bad(error)] if error else _calls(value)
+            place = text.find(self.begin, place)
+        return calls
+
+
+FORMATS = {"hermes": ToolFormat("<tool_call>"), "llama3": ToolFormat(""), "mistral": ToolFormat("[TOOL_CALLS]")}
+"""By what `model.tool_format` calls them: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of Hermes and Qwen;
+`{"name": …, "parameters": {…}}` and nothing else, of Llama 3; `[TOOL_CALLS][{"name": …, "arguments": {…}}]`."""
+
+
+def learned(render: Callable[[Sequence[Message]], str], user: str) -> ToolFormat | None:
+    """The format in which a chat template writes a made-up call that answers `user`; None where it writes no JSON.
+
+    `render` gives the text of a conversation with PROBE_TOOL.
+    """
+    call = _after(render([Message("user", user), Message("assistant", "", (PROBE,))]), user)
+    answer = _after(render([Message("user", user), Message("assistant", PROBE_ANSWER)]), user)
+    place = call.rfind("{", 0, max(0, call.rfind(PROBE.name)))
+    while place >= 0:
+        value, _, error = _decoded(call, place)
+        if not error and _calls(value)[0].name == PROBE.name:
+            return ToolFormat(_mark(call[:place], answer[: max(0, answer.rfind(PROBE_ANSWER))]))
+        place = call.rfind("{", 0, place)
+    return None
+
+
+def writes_calls(render: Callable[[Sequence[Message]], str], user: str) -> bool:
+    """Whether a chat template writes calls at all, in whatever format."""
+    return PROBE.name in _after(render([Message("user", user), Message("assistant", "", (PROBE,))]), user)
+
+
+def explained(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages behind a system message of ours that says what tools there are, and how they are called."""
+    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    text = (
+        f"You can use these tools:\n{lines}\n"
+        "To use one, write a call in this form and nothing after it:\n"
+        '<tool_call>{"name": "the tool", "arguments": {"name": "value"}}</tool_call>\n'
+        "The next message gives you its result."
+    )
+    first, *rest = messages or [Message("system", "")]
+    if first.role == "system":
+        return [Message("system", f"{first.content}\n\n{text}".strip()), *rest]
+    return [Message("system", text), *messages]
+
+
+def retold(messages: Sequence[Message]) -> list[Message]:
+    """Calls and results as plain text of assistant and user, for templates that know neither."""
+    told: list[Message] = []
+    for message in messages:
+        if message.role == "tool":
+            result = f"<tool_response>\n{message.content}\n</tool_response>"
+            if told and told[-1].role == "user" and told[-1].content.endswith("</tool_response>"):
+                result = f"{told.pop().content}\n{result}"
+            told.append(Message("user", result))
+        elif message.tool_calls:
+            calls = "".join(f"<tool_call>{_written(call)}</tool_call>" for call in message.tool_calls)
+            told.append(Message(message.role, f"{message.content}{calls}"))
+        else:
+            told.append(message)
+    return told
+
+
+def _written(call: ToolCall) -> str:
+    return json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
+
+
+def _after(text: str, mark: str) -> str:
+    return text.rpartition(mark)[2]
+
+
+def _mark(before_call: str, before_answer: str) -> str:
+    """What stands before a call and not before an answer: its last word, without the bracket of a list."""
+    pairs = zip(before_call, before_answer, strict=False)
+    common = "".join(call for call, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    opened = max(common.rfind("<"), common.rfind("["))
+    if opened >= 0 and not re.search(r"[>\]]", common[opened:]):
+        common = common[:opened]  # two marks that begin alike
+    words = before_call[len(common) :].rstrip().removesuffix("[").split()
+    return words[-1] if words else ""
+
+
+def _bare(text: str) -> list[ToolCall]:
+    """A completion that is JSON and names a tool; any other is an answer."""
+    calls: list[ToolCall] = []
+    place = _end(_LEADING_MARKS, text, 0)
+    while text.startswith(("{", "["), place) and len(calls) <= MOST_CALLS:
+        value, after, error = _decoded(text, place)
+        if error:
+            return [*calls, _bad(error)] if '"name"' in text[place:] else calls
+        if not _names_a_tool(value):
+            break
+        calls += _calls(value)
+        place = _end(_BETWEEN_CALLS, text, after)
+    return calls
+
+
+def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return found.end() if found else place
+
+
+def _names_a_tool(value: object) -> bool:
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and isinstance(first.get("name"), str)
+
+
+def _decoded(text: str, place: int) -> tuple[Any, int, str]:
+    """The JSON value at `place`, where it ends, and what is wrong with it."""
+    start = _end(_BETWEEN_CALLS, text, place)
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        why = str(error) or type(error).__name__
+        return None, start, f"it is not valid JSON ({why}): {shortened(text[start : start + 200])}"
+    return value, end, ""
+
+
+def _calls(value: object) -> list[ToolCall]:
+    if isinstance(value, list):
+        return [_call(each) for each in value] or [_bad("the list of calls is empty")]
+    return [_call(value)]
+
+
+def _call(value: object) -> ToolCall:
+    inner = value.get("function") if isinstance(value, dict) else None
+    fields = inner if isinstance(inner, dict) else value
+    if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+        return _bad('it must be a JSON object with "name" and "arguments"')
+    arguments = fields.get("arguments", fields.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments, _, _ = _decoded(arguments, 0)
+    if not isinstance(arguments, dict):
+        return ToolCall(fields["name"], {}, error="its arguments must be a JSON object")
+    return ToolCall(fields["name"], arguments)
+
+
+def _bad(why: str) -> ToolCall:
+    return ToolCall("", {}, error=why)
