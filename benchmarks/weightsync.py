@@ -22,7 +22,7 @@
     stopped_peer  stopped_peer_commits    1        commits of two receivers while a third is stopped, over those without
                   stopped_peer_skipped    ≤ 0      publishes that are skipped more than without
     exact         exact                   1        versions and deltas that came with all their bits, over all
-    memory        producer_memory         ≤ 64     MiB that a producer takes while staging, beyond two models
+    memory        producer_memory         ≤ 64     MiB that a producer takes, beyond two models (packing: three)
                   trainer_memory          ≤ 64     MiB that a trainer takes, beyond its parameters and live segments
 
 A random Llama of 272 tensors and 600 MB in bfloat16; of 64 MB for egress and stopped_peer. Repeats are interleaved

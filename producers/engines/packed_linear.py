@@ -5,7 +5,7 @@ A packed weight is a copy in oneDNN's own order, so it is made anew for each wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -16,9 +16,11 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Packed copies of weights [out, in]; takes about a millisecond per megabyte."""
-    return [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A packed copy of a weight [out, in]; takes about a millisecond per megabyte."""
+    with torch.inference_mode():
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return packed
 
 
 class PackedLinears:

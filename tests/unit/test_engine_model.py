@@ -187,6 +187,20 @@ def test_nothing_is_freed_at_the_swap() -> None:
     assert np.array_equal(weights.stage(layout), flat), "the buffer is another one"
 
 
+def test_a_version_that_was_prepared_and_not_swapped_is_still_whole() -> None:
+    """A commit that was given up between the two: the bytes of what was packed are gone."""
+    old, new = (llama(seed=seed).bfloat16() for seed in (3, 9))
+    runner = ModelRunner(new, 1, 32)
+    EngineWeights(new)
+    expected = forward(runner, [], [(0, 0, [1, 2, 3])])
+    runner, weights = ModelRunner(old, 1, 32), EngineWeights(old)
+    layout, flat = wire(llama(seed=9), "bfloat16")
+    weights.stage(layout)[:] = flat
+    weights.prepare()
+    weights.swap(weights.prepare())
+    assert torch.equal(forward(runner, [], [(0, 0, [1, 2, 3])]), expected)
+
+
 @pytest.mark.skipif(not torch._C._has_mkldnn, reason="this build of torch has no oneDNN")
 @torch.inference_mode()
 def test_packed_weights_that_were_swapped_out_are_the_callers_to_free() -> None:
@@ -194,11 +208,11 @@ def test_packed_weights_that_were_swapped_out_are_the_callers_to_free() -> None:
     x = torch.ones(5, 4)
     expected = [old(x), torch.nn.functional.linear(old[0].bias.expand(5, 3), new[1].weight, old[1].bias)]
     linears = PackedLinears(old)
-    packed = pack(module.weight for module in old)
+    packed = [pack(module.weight) for module in old]
     linears.swap(packed)
     assert packed == []
     torch.testing.assert_close(old(x), expected[0])
-    other = pack([torch.zeros(3, 4), new[1].weight])
+    other = [pack(weight) for weight in (torch.zeros(3, 4), new[1].weight)]
     linears.swap(other)
     torch.testing.assert_close(old(x), expected[1])
     assert [tensor.to_dense().shape for tensor in other] == [(3, 4), (2, 3)]
