@@ -1,0 +1,81 @@
+"""How many requests a server is given at once, and which server a request goes to: plain decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+FULL = 0.9
+"""Share of the cache beyond which no further request is given: those that run still grow."""
+SHRINK = 0.75
+GROWTH = 8
+"""Without a reason against it, the limit grows by this part of itself a reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A server's own figures at one moment."""
+
+    running: int
+    queued: int
+    """Requests that it has and does not compute yet."""
+    used_tokens: int
+    """Of its cache, by requests that run; what is only kept for others to share does not count."""
+    capacity_tokens: int
+    max_running: int
+    retractions: int = 0
+    """Requests that it had to take out again for want of cache, since its start."""
+
+    @property
+    def usage(self) -> float:
+        return self.used_tokens / self.capacity_tokens if self.capacity_tokens > 0 else 0.0
+
+
+def ceiling(slots: int, max_running: int) -> int:
+    """The most requests that may be open at a server, whatever its figures."""
+    return max(1, min(slots, max_running) if max_running > 0 else slots)
+
+
+def next_limit(limit: int, most: int, before: Load | None, now: Load) -> int:
+    """How many requests may be open at a server from now on, 1 to `most`, by its last two readings.
+
+    Fewer when it had to take requests out again; no more than it computes when it queues some or its cache is nearly
+    full; else more, a part at a time, so that the next reading shows what that did.
+    """
+    if before is not None and now.retractions > before.retractions:
+        return _within(min(limit - 1, math.floor(SHRINK * max(now.running, 1))), most)
+    if now.usage > FULL:
+        return _within(min(limit, max(now.running, 1)), most)
+    if before is not None and now.queued > 0 and before.queued > 0 and 0 < now.running <= before.running:
+        # It does not take what has just come, it takes no more. One in its queue refills a slot at the same step.
+        return _within(min(limit, now.running + 1), most)
+    return _within(limit + max(1, limit // GROWTH), most)
+
+
+def choose(key: str, room: Mapping[str, tuple[int, int]]) -> str | None:
+    """The server for a request whose prompt is shared by all of `key`; None where no server has room.
+
+    `room`: requests open and their limit, by server. Requests of one key meet at one server, whose cache then has their
+    prompt, as long as there is room; else the one with most room takes it. Servers that come and go move few keys.
+    """
+    free = {name: limit - held for name, (held, limit) in room.items() if held < limit}
+    if not free:
+        return None
+    favourite = max(room, key=lambda name: xxhash.xxh3_64_intdigest(f"{key} {name}"))
+    return favourite if favourite in free else max(free, key=lambda name: (free[name], name))
+
+
+def group_key(request_id: str, prompt: bytes) -> str:
+    """What requests with a common beginning have in common: of "task/member/turn" the task, else the prompt."""
+    task, _, rest = request_id.rpartition("/")
+    group, _, member = task.rpartition("/")
+    if group and rest and member:
+        return group
+    return xxhash.xxh3_64_hexdigest(prompt)
+
+
+def _within(limit: int, most: int) -> int:
+    return max(1, min(limit, most))

@@ -1,0 +1,45 @@
+"""One real SGLang server for all tests here, which run by `make test-sglang` only: it takes half a minute to start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from producers.engines.sglang.client import SglangClient
+from producers.engines.sglang.launch import Server
+from tests.sglang_servers import save_model, tiny_spec
+
+collect_ignore_glob = [] if os.environ.get("HEADRACE_TEST_SGLANG") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model that the server starts with; tests do not change it."""
+    return save_model(tmp_path_factory.mktemp("sglang-model"))
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory: pytest.TempPathFactory, sglang_model: Path) -> Iterator[Server]:
+    """The session's server. Tests leave it running, not paused; what weights and label it has is each test's to set."""
+    server = Server(tiny_spec(sglang_model, logs=tmp_path_factory.mktemp("sglang-logs")), "sglang")
+
+    async def ready() -> None:
+        async with SglangClient(server.url, server.admin_key) as client:
+            await server.ready(client)
+
+    try:
+        asyncio.run(ready())
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest_asyncio.fixture
+async def sglang_client(sglang_server: Server) -> AsyncIterator[SglangClient]:
+    async with SglangClient(sglang_server.url, sglang_server.admin_key) as client:
+        yield client
