@@ -1,17 +1,14 @@
-"""Environments and rewards by name: what is built in, and what users name as their own."""
+"""Environments by name: what is built in, and what users name as their own."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from headrace.config import Config, EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
 from headrace.objects import load_function, reason, shortened
-from producers.environments.api import Environment, Rollout
-
-Reward = Callable[[Rollout], Awaitable[float] | float]
-"""A coroutine function or a plain one; it runs in a worker process of its own and may block."""
+from producers.environments.api import Environment
 
 LARGEST_SIZE = 1 << 63
 """What the broker's integers hold; no real dataset has as many prompts."""
@@ -55,12 +52,6 @@ def sizes_of(name: str, environment: Environment) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def load_reward(name: str) -> Reward:
-    """A reward that the user names. Raises EnvironmentLoadError when it does not load or cannot be called."""
-    reward: Reward = _users(name, "reward")
-    return reward
-
-
 def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
     """The environments of a run, by what tasks call them."""
     return {environment.called: environment for environment in config.environments}
@@ -82,5 +73,22 @@ def _reasoning_gym() -> Any:
     return ReasoningGym
 
 
-BUILT_IN: dict[str, Callable[[], Any]] = {"arithmetic": _arithmetic, "reasoning_gym": _reasoning_gym}
+def _guess_number() -> Any:
+    from producers.environments.guess_number import GuessNumber
+
+    return GuessNumber
+
+
+def _tool_arithmetic() -> Any:
+    from producers.environments.tool_arithmetic import ToolArithmetic
+
+    return ToolArithmetic
+
+
+BUILT_IN: dict[str, Callable[[], Any]] = {
+    "arithmetic": _arithmetic,
+    "guess_number": _guess_number,
+    "reasoning_gym": _reasoning_gym,
+    "tool_arithmetic": _tool_arithmetic,
+}
 """Name to a function that imports and returns the factory."""

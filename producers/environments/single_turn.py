@@ -11,9 +11,13 @@ class SingleTurn:
     """Shows `prompt` as a user's message and ends after the first completion, to be scored."""
 
     def __init__(self, prompt: str, answer: Any, *, system: str = "") -> None:
-        self._answer = answer
+        self._prompt, self._answer = prompt, answer
         messages = (Message("user", prompt),)
         self._observation = Observation((Message("system", system), *messages) if system else messages)
+
+    @property
+    def prompt(self) -> str:
+        return self._prompt
 
     @property
     def answer(self) -> Any:
