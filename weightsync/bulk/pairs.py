@@ -40,13 +40,13 @@ class PairBroken(ConnectionError):
 class Child:
     """One end's process. For one thread at a time, but for `kill`."""
 
-    def __init__(self) -> None:
-        """Raises PairBroken when no process can be started."""
+    def __init__(self, program: str = _PROGRAM) -> None:
+        """`program` is a module. Raises PairBroken when no process can be started."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # A session of its own: it ends with this process, not by a signal that its terminal sends to all.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM],
+                [sys.executable, "-m", program],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

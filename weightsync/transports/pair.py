@@ -26,7 +26,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -129,6 +129,13 @@ class End:
 
     def _send(self, file: int, start: int, nbytes: int) -> int:
         """Of the file, as one tensor [nbytes]."""
+        self._read(file, start, nbytes)
+        self._dist.send(self._tensor(nbytes).to(self._device), self._peer)
+        self._finish()
+        return nbytes
+
+    def _read(self, file: int, start: int, nbytes: int) -> None:
+        """Into the scratch memory; closes the file."""
         try:
             if len(self._scratch) < nbytes:
                 self._scratch = memoryview(mmap.mmap(-1, nbytes))
@@ -137,9 +144,6 @@ class End:
             os.close(file)
         if got != nbytes:
             raise OSError(f"the segment gave {got} bytes of {nbytes}")
-        self._dist.send(self._tensor(nbytes).to(self._device), self._peer)
-        self._finish()
-        return nbytes
 
     def _receive(self, file: int | None, nbytes: int) -> int:
         """Into the scratch memory, from its beginning on, as one tensor [nbytes]."""
@@ -192,7 +196,7 @@ def _listen(channel: socket.socket, orders: queue.SimpleQueue[_Order]) -> None:
         os._exit(0)
 
 
-def main() -> None:
+def main(make: Callable[[], End] = End) -> None:
     channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, orders), daemon=True).start()
@@ -201,7 +205,7 @@ def main() -> None:
         channel.send(json.dumps(answer).encode())
 
     try:
-        end = End()
+        end = make()
         say({"backends": end.backends()})
         while True:
             for answer in end.follow(*orders.get()):

@@ -1,0 +1,174 @@
+"""What the weight updates of an SGLang server are made of: its routes, what it says of itself, how an update fails."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from headrace.errors import ConfigError, WeightError
+from producers.engines.sglang.client import SglangClient
+from producers.engines.sglang.digesting import CHECKSUMS
+from producers.engines.sglang.staged import Staged
+from weightsync.manifest import DTYPE_BYTES, Layout
+
+KvMode = Literal["keep", "recompute", "resume"]
+MeansName = Literal["auto", "folder", "collective", "tensor"]
+
+PAUSES: dict[KvMode, str] = {"keep": "in_place", "recompute": "retract", "resume": "abort"}
+"""How a server pauses, by what becomes of the keys and values of its running requests."""
+_SESSION = ("/begin_weight_update", "/end_weight_update")
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "folder": ("/update_weights_from_disk",),
+    "collective": ("/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed"),
+    "tensor": ("/update_weights_from_tensor",),
+}
+"""The best first."""
+
+
+class UpdateFailed(WeightError):
+    """The server does not have the version. `half_way`: nor the one that it had, surely; it stays paused then."""
+
+    def __init__(self, reason: str, *, half_way: bool) -> None:
+        super().__init__(reason)
+        self.half_way = half_way
+
+
+@dataclass(slots=True)
+class Way:
+    """How far one update is."""
+
+    touched: bool = False
+    """The server may have loaded something."""
+
+
+class Means(Protocol):
+    """One way by which the bytes come into a server."""
+
+    name: str
+
+    async def prepare(self, client: SglangClient, staged: Staged) -> None:
+        """What can be done while the server decodes. Raises UpdateFailed, or what the client raises."""
+        ...
+
+    async def load(self, client: SglangClient, staged: Staged, label: str, way: Way) -> None:
+        """Load all of a sealed version into a server that is paused; its label goes with the last of it.
+
+        Sets `way.touched` before the server can have loaded anything. Raises UpdateFailed, or what the client raises.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a server can do, as it says itself."""
+
+    routes: frozenset[str]
+    version: str
+    tp_size: int
+    dp_size: int
+    overlap_schedule: bool
+    same_host: bool
+    dtype: str
+    """"bfloat16", "float16", "float32", or "auto" where it does not say."""
+    device: str
+    """"cpu" or "cuda"."""
+    load_format: str = "auto"
+    draft: bool = field(default=False)
+    """It decodes speculatively, with a second model."""
+
+    @property
+    def sessions(self) -> bool:
+        """Whether tensors are taken only between a begin and an end."""
+        return all(route in self.routes for route in _SESSION)
+
+    def lacks(self, means: str) -> str | None:
+        """Why these means cannot be used, or None."""
+        missing = [route for route in _NEEDS[means] if route not in self.routes]
+        if missing:
+            return f"this server (SGLang {self.version}) has no {missing[0]}"
+        if means == "folder" and not self.same_host:
+            return "the server runs on another host"
+        if means != "folder" and self.dp_size > 1:
+            return f"the server runs {self.dp_size} data-parallel copies, which take no single tensors"
+        return None
+
+
+async def capabilities(client: SglangClient) -> Capabilities:
+    """Ask the server. Raises what the client raises."""
+    routes = frozenset((await client.openapi()).get("paths", {}))
+    info = await client.server_info()
+    return described(routes, info, same_host=on_this_host(client.url))
+
+
+def described(routes: frozenset[str], info: Mapping[str, Any], *, same_host: bool) -> Capabilities:
+    """From what it answers for its start-up arguments; absent ones are as SGLang's defaults."""
+    dtype = str(info.get("dtype") or "auto")
+    dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+    device = str(info.get("device") or "cuda").partition(":")[0]
+    return Capabilities(
+        routes=routes,
+        version=str(info.get("version") or "unknown"),
+        tp_size=int(info.get("tp_size") or 1),
+        dp_size=int(info.get("dp_size") or 1),
+        overlap_schedule=not info.get("disable_overlap_schedule"),
+        same_host=same_host,
+        dtype=dtype if dtype in DTYPE_BYTES else "auto",
+        device=device if device in CHECKSUMS else "cuda",
+        load_format=str(info.get("load_format") or "auto"),
+        draft=bool(info.get("speculative_algorithm")),
+    )
+
+
+def candidates(means: MeansName, found: Capabilities) -> list[str]:
+    """The means that may be tried, the best first. Raises ConfigError when there are none."""
+    if means != "auto":
+        if reason := found.lacks(means):
+            raise ConfigError(f'weights cannot come to the server by means = "{means}": {reason}; set means = "auto"')
+        return [means]
+    reasons = {name: found.lacks(name) for name in _NEEDS}
+    usable = [name for name, reason in reasons.items() if reason is None]
+    if not usable:
+        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ConfigError(f"this server's weights cannot be updated ({said}); use SGLang 0.5.6 or newer")
+    return usable
+
+
+def refuse_mode(kv: KvMode, found: Capabilities) -> None:
+    """Raises ConfigError where the server cannot pause in that way without a wrong token."""
+    if "/pause_generation" not in found.routes:
+        raise ConfigError(f"this server (SGLang {found.version}) cannot pause; use SGLang 0.5.6 or newer")
+    if kv == "keep" and found.overlap_schedule:
+        raise ConfigError(
+            'kv = "keep" needs a server without its overlap schedule, which would book a token of the old weights to '
+            'the new version; start it with --disable-overlap-schedule, or set kv = "recompute"'
+        )
+
+
+def on_this_host(url: str) -> bool:
+    """Whether a URL's host is this machine: whether a socket can be bound to its address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            return True
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def deadline_s(layout: Layout, base_s: float, slowest: int) -> float:
+    """For one whole update."""
+    return base_s + layout.nbytes / slowest

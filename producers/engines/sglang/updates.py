@@ -1,0 +1,234 @@
+"""One server's weights: from one version to the next while its requests wait, and compared with what was staged.
+
+    learn, prepare (the server goes on decoding) -> pause -> load -> compare -> flush -> continue
+
+A server that was not touched yet goes on with its old version. From the first byte on that it may have loaded, a
+failure is `half_way` and leaves it paused: it samples nothing until `reload` has brought it a version, all compared.
+
+Every wait is bounded by one deadline for the whole update, which grows with the version's size. A server that dies ends
+the request that is open; one that hangs ends with the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from headrace.errors import HeadraceError
+from producers.engines.sglang.checksums import Checker, ChecksumChecker, RowChecker, Verify, checksums_of
+from producers.engines.sglang.client import ServerRefused, SglangClient
+from producers.engines.sglang.loading import (
+    PAUSES,
+    Capabilities,
+    KvMode,
+    Means,
+    MeansName,
+    UpdateFailed,
+    Way,
+    candidates,
+    capabilities,
+    deadline_s,
+    refuse_mode,
+)
+from producers.engines.sglang.staged import Staged
+from weightsync.manifest import Layout
+
+__all__ = ["Capabilities", "KvMode", "MeansName", "UpdateFailed", "Updater", "Verify", "capabilities"]
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 60.0
+SLOWEST = 50 << 20
+"""Bytes per second that an update may be slow; the deadline grows by it."""
+RESUME_S = 10.0
+"""For a server that was not touched to go on."""
+IDLE_S = 10.0
+"""For a server to have nothing left of the requests that it aborted."""
+_NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader", "Online weight updates are not")
+"""How a server begins to say that it has loaded nothing."""
+
+
+class Updater:
+    """The updates of one server; one at a time."""
+
+    def __init__(
+        self,
+        client: SglangClient,
+        found: Capabilities,
+        kv: KvMode,
+        means: MeansName = "auto",
+        verify: Verify = "all",
+        *,
+        base_s: float = DEADLINE_S,
+        slowest: int = SLOWEST,
+    ) -> None:
+        """`base_s` and `slowest` make the deadline. Raises ConfigError for what the server cannot do."""
+        refuse_mode(kv, found)
+        self._client = client
+        self._found = found
+        self._kv: KvMode = kv
+        self._verify: Verify = verify
+        self._base_s, self._slowest = base_s, slowest
+        self._left = candidates(means, found)
+        self._means: Means | None = None
+        self._checker: tuple[Layout, Checker] | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def means(self) -> str:
+        """The name of the means that the next update takes."""
+        return self._left[0]
+
+    async def update(self, staged: Staged, label: str) -> float:
+        """Bring a sealed version into the server, under this label. Returns the seconds for which it stood still.
+
+        Raises UpdateFailed. One that is cancelled counts as half-way.
+        """
+        return await self._bring(staged, label, whole=False)
+
+    async def reload(self, staged: Staged, label: str) -> float:
+        """The same for a server that restarted, or whose update failed half-way: all tensors are compared."""
+        return await self._bring(staged, label, whole=True)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._means is not None:
+            await self._means.close()
+            self._means = None
+
+    async def _bring(self, staged: Staged, label: str, *, whole: bool) -> float:
+        async with self._lock:
+            while True:
+                try:
+                    return await self._once(staged, label, whole=whole)
+                except UpdateFailed as error:
+                    if error.half_way or len(self._left) == 1:
+                        raise
+                    await self._next(error)
+
+    async def _next(self, error: UpdateFailed) -> None:
+        """The server was not touched: try the next means, for good."""
+        await self.close()
+        failed = self._left.pop(0)
+        log.warning('weights come to %s by "%s", not "%s": %s', self._client.url, self._left[0], failed, error)
+
+    async def _once(self, staged: Staged, label: str, *, whole: bool) -> float:
+        way = Way()
+        seconds = deadline_s(staged.layout, self._base_s, self._slowest)
+        async with _failing(way, f"version {label} did not come into {self._client.url}", seconds):
+            checker = await self._learn(staged.layout)
+            means = self._means = self._means or _means(self._left[0], self._found)
+            await means.prepare(self._client, staged)
+            if checker is not None:
+                await asyncio.to_thread(checker.prepare, staged)
+            start = time.perf_counter()
+            async with self._paused(way):
+                await means.load(self._client, staged, label, way)
+                await self._compare(checker, staged, whole=whole)
+                await self._flush()
+            return time.perf_counter() - start
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, way: Way) -> AsyncIterator[None]:
+        """Goes on at the end, and where it fails before the server was touched."""
+        try:
+            await self._client.pause_generation(PAUSES[self._kv])
+            yield
+        except BaseException:
+            if not way.touched:
+                with contextlib.suppress(HeadraceError, TimeoutError):
+                    async with asyncio.timeout(RESUME_S):
+                        await self._client.continue_generation()
+            raise
+        await self._client.continue_generation()
+
+    async def _compare(self, checker: Checker | None, staged: Staged, *, whole: bool) -> None:
+        if checker is None:
+            return
+        if fault := await checker.fault(self._client, staged, whole=whole):
+            raise UpdateFailed(f"the server says that it has loaded the version, but {fault}", half_way=True)
+
+    async def _flush(self) -> None:
+        """Keys and values that the old weights made. What keeps them keeps its prefixes apart by version."""
+        if self._kv != "keep":
+            # Retracted requests count as none while it is paused; aborted ones end one step later.
+            await self._client.flush_cache(timeout_s=IDLE_S if self._kv == "resume" else 0.0)
+
+    async def _learn(self, layout: Layout) -> Checker | None:
+        """What the server's tensors are called; asked once per layout, before anything stands still."""
+        if self._verify == "off":
+            return None
+        if self._checker is None or self._checker[0] != layout:
+            checker = await checker_for(self._client, self._found, layout, self._verify)
+            self._checker = layout, checker
+            log.info('weights come to %s by "%s"; compared: %s', self._client.url, self.means, checker.what)
+        return self._checker[1]
+
+
+async def checker_for(client: SglangClient, found: Capabilities, layout: Layout, verify: Verify) -> Checker:
+    """By checksums where the server computes them, else by rows. Raises what the client raises."""
+    sample = verify == "sample"
+    if "/weights_checker" not in found.routes:
+        return RowChecker(layout, "it has no /weights_checker", sample=sample)
+    try:
+        ranks = checksums_of(await client.weights_checker(action="checksum", skip_tensor_list=[]))
+    except ServerRefused as error:
+        return RowChecker(layout, str(error), sample=sample)
+    return ChecksumChecker(layout, ranks, device=found.device, dtype=found.dtype, sample=sample)
+
+
+class FolderMeans:
+    """The server loads the folder that the version was staged into."""
+
+    name = "folder"
+
+    def __init__(self, load_format: str) -> None:
+        self._load_format = load_format
+
+    async def prepare(self, client: SglangClient, staged: Staged) -> None:
+        pass
+
+    async def load(self, client: SglangClient, staged: Staged, label: str, way: Way) -> None:
+        way.touched = True
+        try:
+            await client.update_weights_from_disk(
+                model_path=str(staged.folder),
+                weight_version=label,
+                # One that loads no files, as "dummy", keeps nobody from loading some later.
+                load_format=None if self._load_format in ("auto", "safetensors", "flash_rl") else "safetensors",
+                flush_cache=False,
+            )
+        except ServerRefused as error:
+            if str(error).startswith(_NOTHING_LOADED):
+                way.touched = False
+            raise
+
+    async def close(self) -> None:
+        pass
+
+
+def _means(name: str, found: Capabilities) -> Means:
+    if name == "folder":
+        return FolderMeans(found.load_format)
+    if name == "tensor":
+        from producers.engines.sglang.tensor import TensorMeans
+
+        return TensorMeans(found)
+    from producers.engines.sglang.collective import CollectiveMeans
+
+    return CollectiveMeans(found)
+
+
+@contextlib.asynccontextmanager
+async def _failing(way: Way, what: str, seconds: float) -> AsyncIterator[None]:
+    """Whatever fails is an UpdateFailed that knows how far the update was."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise UpdateFailed(f"{what}: nothing came back within {seconds:.0f} s", half_way=way.touched) from error
+    except HeadraceError as error:
+        raise UpdateFailed(f"{what}: {error}", half_way=way.touched) from error

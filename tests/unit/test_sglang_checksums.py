@@ -1,0 +1,255 @@
+"""What a server answers against what was staged: fused, padded, converted, of several ranks; and what is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.version import PolicyVersion
+from producers.engines.sglang.checksums import SAMPLES, ChecksumChecker, RowChecker, checksums_of, comparable, sources
+from producers.engines.sglang.digesting import sha_64
+from producers.engines.sglang.staged import Staged
+from weightsync.manifest import Layout
+
+HIDDEN, ROWS = 8, 70
+"""The vocabulary's rows are no multiple of 64."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def layout(dtype: str = "float32") -> Layout:
+    layer = "model.layers.0."
+    return Layout.of(
+        [
+            ("model.embed_tokens.weight", dtype, (ROWS, HIDDEN)),
+            (layer + "self_attn.q_proj.weight", dtype, (8, HIDDEN)),
+            (layer + "self_attn.k_proj.weight", dtype, (4, HIDDEN)),
+            (layer + "self_attn.v_proj.weight", dtype, (4, HIDDEN)),
+            (layer + "self_attn.o_proj.weight", dtype, (HIDDEN, 8)),
+            (layer + "mlp.gate_proj.weight", dtype, (12, HIDDEN)),
+            (layer + "mlp.up_proj.weight", dtype, (12, HIDDEN)),
+            (layer + "mlp.down_proj.weight", dtype, (HIDDEN, 12)),
+            (layer + "input_layernorm.weight", dtype, (HIDDEN,)),
+            ("model.norm.weight", dtype, (HIDDEN,)),
+        ]
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def stage(model: Path, seed: int = 0, dtype: str = "float32") -> Staged:
+    staged = Staged(layout(dtype), model, "run", model.parent)
+    numbers = np.random.default_rng(seed)
+    for spec in staged.layout.tensors:
+        values = torch.from_numpy(numbers.standard_normal(spec.shape).astype(np.float32)).to(DTYPES[dtype])
+        staged.buffer[spec.offset : spec.end] = values.reshape(-1).view(torch.uint8).numpy()
+    staged.seal(PolicyVersion(1, seed))
+    return staged
+
+
+class Server:
+    """Its tensors as SGLang keeps them, in memory: fused, padded, in its dtype."""
+
+    def __init__(self, dtype: str = "float32", ranks: int = 1) -> None:
+        self.dtype = DTYPES[dtype]
+        self.ranks = ranks
+        self.kept: dict[str, torch.Tensor] = {}
+        self.asked: list[list[str]] = []
+
+    def load(self, staged: Staged, *without: str) -> None:
+        """All but some."""
+        for spec in staged.layout.tensors:
+            if spec.name in without:
+                continue
+            tensor = torch.from_numpy(staged.tensor(spec).copy()).view(DTYPES[spec.dtype]).view(spec.shape)
+            self._load(spec.name, tensor.to(self.dtype))
+
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "model.embed_tokens.weight":
+            tensor = torch.cat([tensor, torch.zeros(-len(tensor) % 64, HIDDEN, dtype=self.dtype)])
+        for fused, parts in {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}.items():
+            for part in parts.split():
+                if f".{part}." not in name:
+                    continue
+                shape = {
+                    "q_proj": (0, 8),
+                    "k_proj": (8, 12),
+                    "v_proj": (12, 16),
+                    "gate_proj": (0, 12),
+                    "up_proj": (12, 24),
+                }
+                first, end = shape[part]
+                name = name.replace(part, fused)
+                whole = self.kept.setdefault(name, torch.zeros(24 if "up" in fused else 16, HIDDEN, dtype=self.dtype))
+                whole[first:end] = tensor
+                return
+        self.kept[name] = tensor
+
+    async def weights_checker(self, *, action: str, skip_tensor_list: Sequence[str]) -> dict[str, Any]:
+        assert action == "checksum"
+        self.asked.append(list(skip_tensor_list))
+        kept = {name: t for name, t in self.kept.items() if not any(skip in name for skip in skip_tensor_list)}
+        found = {name: sha_64([t.reshape(-1).view(torch.uint8).numpy()]) for name, t in kept.items()}
+        # Of several ranks each would have its own shards of all but the norms.
+        ranks = [
+            {name: value if not rank or "norm" in name else f"{rank:016x}" for name, value in found.items()}
+            for rank in range(self.ranks)
+        ]
+        return {"success": True, "ranks": [{"checksums": rank} for rank in ranks]}
+
+    async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any:
+        for fused, parts in {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}.items():
+            firsts = {"q_proj": 0, "k_proj": 8, "v_proj": 12, "gate_proj": 0, "up_proj": 12}
+            for part in parts.split():
+                if f".{part}." in name:
+                    whole = self.kept[name.replace(part, fused)]
+                    return whole[firsts[part] :][:truncate_size].to(torch.float32).tolist()
+        return self.kept[name][:truncate_size].to(torch.float32).tolist()
+
+
+async def learned(server: Server, *, dtype: str = "auto", sample: bool = False) -> ChecksumChecker:
+    ranks = checksums_of(await server.weights_checker(action="checksum", skip_tensor_list=[]))
+    return ChecksumChecker(layout(), ranks, device="cpu", dtype=dtype, sample=sample)
+
+
+@pytest.mark.parametrize("kept", DTYPES)
+@pytest.mark.parametrize("wire", DTYPES)
+async def test_a_server_that_has_it_has_no_fault(wire: str, kept: str, model: Path) -> None:
+    server, first, second = Server(kept), stage(model, 0, wire), stage(model, 1, wire)
+    server.load(first)
+    ranks = checksums_of(await server.weights_checker(action="checksum", skip_tensor_list=[]))
+    checker = ChecksumChecker(layout(wire), ranks, device="cpu", dtype="auto", sample=False)
+    assert checker.what == "the server's checksums of 7 tensors"
+    for staged in (first, second, first):
+        server.load(staged)
+        checker.prepare(staged)
+        assert await checker.fault(server, staged, whole=False) is None
+    assert not checker.uncovered
+
+
+@pytest.mark.parametrize("missing", [spec.name for spec in layout().tensors])
+async def test_a_tensor_that_did_not_come_is_named(missing: str, model: Path) -> None:
+    server, first, second = Server(), stage(model, 0), stage(model, 1)
+    server.load(first)
+    checker = await learned(server)
+    server.load(second, missing)
+    fault = await checker.fault(server, second, whole=False)
+    fused = re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", missing))
+    assert fault == f"1 of 7 tensors have other checksums than the staged ones: {fused}"
+
+
+async def test_nothing_that_came_is_a_fault_and_few_are_named(model: Path) -> None:
+    server, first, second = Server(), stage(model, 0), stage(model, 1)
+    server.load(first)
+    fault = await (await learned(server)).fault(server, second, whole=False)
+    assert fault is not None
+    assert fault.startswith("7 of 7 tensors have other checksums")
+    assert fault.endswith(", …")
+
+
+async def test_what_was_prepared_is_not_computed_again(model: Path) -> None:
+    server, first, second = Server(), stage(model, 0), stage(model, 1)
+    server.load(first)
+    checker = await learned(server)
+    assert await checker.fault(server, first, whole=False) is None
+    checker.prepare(second)
+    computed = dict(second.computed)
+    assert len(computed) == 7
+    server.load(second)
+    assert await checker.fault(server, second, whole=False) is None
+    assert second.computed == computed
+
+
+async def test_a_tensor_that_the_answer_lacks_is_a_fault(model: Path) -> None:
+    server, staged = Server(), stage(model)
+    server.load(staged)
+    checker = await learned(server)
+    del server.kept["model.norm.weight"]
+    assert await checker.fault(server, staged, whole=True) is not None
+
+
+async def test_samples_take_turns_through_all(model: Path) -> None:
+    server, staged = Server(), stage(model)
+    server.load(staged)
+    checker = await learned(server, sample=True)
+    server.asked.clear()
+    for _ in range(SAMPLES):
+        assert await checker.fault(server, staged, whole=False) is None
+    names = set(server.kept)
+    answered = [names - set(skipped) for skipped in server.asked]
+    assert set().union(*answered) == names
+    assert sum(map(len, answered)) == len(names)
+    assert "an eighth of 7 tensors in turn" in checker.what
+
+
+async def test_a_sample_finds_what_is_wrong_in_its_turn_and_whole_at_once(model: Path) -> None:
+    server, first, second = Server(), stage(model, 0), stage(model, 1)
+    server.load(first)
+    checker = await learned(server, sample=True)
+    server.load(second, "model.norm.weight")
+    assert await checker.fault(server, second, whole=True) is not None
+    found = [await checker.fault(server, second, whole=False) for _ in range(SAMPLES)]
+    faults = [fault for fault in found if fault is not None]
+    assert len(faults) == 1
+    assert faults[0].endswith("have other checksums than the staged ones: model.norm.weight")
+
+
+async def test_of_several_ranks_the_norms_are_compared(model: Path) -> None:
+    server, first, second = Server(ranks=2), stage(model, 0), stage(model, 1)
+    server.load(first)
+    checker = await learned(server)
+    assert checker.what.startswith(
+        "the server's checksums of 2 tensors; 8 cannot be compared (model.embed_tokens.weight"
+    )
+    server.load(second)
+    assert await checker.fault(server, second, whole=True) is None
+    server.load(first)
+    assert await checker.fault(server, second, whole=True) is not None
+
+
+def test_what_tensors_are_made_of() -> None:
+    known = {spec.name for spec in layout().tensors}
+    assert sources("model.norm.weight", known) == ("model.norm.weight",)
+    assert sources("lm_head.weight", known) == ("model.embed_tokens.weight",)
+    assert sources("lm_head.weight", {"lm_head.weight", *known}) == ("lm_head.weight",)
+    assert [name.split(".")[-2] for name in sources("model.layers.0.self_attn.qkv_proj.weight", known)] == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+    ]
+    assert sources("model.layers.0.self_attn.qkv_proj.bias", known) == ()
+    assert sources("model.layers.0.mlp.experts.w13_weight", known) == ()
+    assert [one.name for one in comparable(layout(), [{"a": "1", "model.norm.weight": "2"}])] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("kept", DTYPES)
+async def test_rows_are_compared_where_there_are_no_checksums(kept: str, model: Path) -> None:
+    server, first, second = Server(kept), stage(model, 0), stage(model, 1)
+    server.load(second)
+    checker = RowChecker(layout(), "it refuses", sample=False)
+    assert checker.what == "only the first row of each tensor, as this server computes no checksums (it refuses)"
+    assert await checker.fault(server, second, whole=False) is None
+    server.load(first, *(spec.name for spec in layout().tensors if "down" not in spec.name))
+    fault = await checker.fault(server, second, whole=False)
+    assert fault == "1 of 10 tensors have another first row than the staged ones: model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("answer", [None, [], [[]], [1.0]])
+async def test_no_row_is_another_row(answer: Any, model: Path) -> None:
+    class Silent(Server):
+        async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any:
+            return answer
+
+    checker = RowChecker(layout(), "why", sample=False)
+    fault = await checker.fault(Silent(), stage(model), whole=True)
+    assert fault is not None
+    assert fault.startswith("10 of 10")
