@@ -116,14 +116,14 @@ def check_names(config: Config, sizes: Mapping[str, int]) -> None:
 
 def dataset_sizes(config: Config) -> dict[str, int]:
     """Indices of each environment's splits; the rewards named beside them load too. Raises EnvironmentLoadError."""
-    from producers.environments.registry import build_environment, environments_of, load_reward, sizes_of
+    from producers.environments.registry import build_environment, environments_of, sizes_of
+    from producers.rewards.registry import check_rewards
 
     sizes = {}
     for name, entry in environments_of(config).items():
         environment = build_environment(entry)
         sizes[f"train/{name}"], sizes[f"eval/{name}"] = sizes_of(name, environment)
-        if entry.reward:
-            load_reward(entry.reward)
+        check_rewards(entry)
     return sizes
 
 

@@ -167,8 +167,8 @@ def localized(config: Config) -> Config:
         tree["model"]["path"] = str(model.absolute())
     tree["run"]["folder"] = str(Path(config.run.folder).expanduser().absolute())
     for environment in tree["environments"]:
-        for name in ("name", "reward"):
-            environment[name] = _absolute_file(environment[name])
+        for named in (environment, *environment["reward"]):
+            named["name"] = _absolute_file(named["name"])
     tree["evaluation"]["environment"] = _absolute_file(tree["evaluation"]["environment"])
     return Config.model_validate(tree)
 

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -80,14 +80,70 @@ class ModelConfig(Section):
     """How the model writes tool calls; "auto" is how its chat template writes them."""
 
 
+OWN_REWARD = "environment"
+"""The name of an environment's own reward."""
+
+
+class RewardConfig(Section):
+    """One reward of an environment, or one summand of it (docs/rewards.md)."""
+
+    name: PathText = Field(min_length=1)
+    """"environment" (its own), "math_verify", your own as `package.module:object` or `path/to/file.py:object`, or the
+    URL of a service."""
+    weight: float = Field(1.0, ge=-LARGEST_FACTOR, le=LARGEST_FACTOR)
+    group: bool = False
+    """The function takes all members of a group, as a list, and returns a number for each."""
+    format: Literal["headrace", "sglang"] = "headrace"
+    """What a service is asked in: headrace's own JSON, or as an SGLang server of a reward model (`/classify`)."""
+    template: str = "{prompt}{completion}"
+    """The text that format "sglang" sends."""
+    batch: int = Field(32, ge=1, le=4096)
+    """Rollouts of one request to a service at most."""
+    requests: int = Field(2, ge=1, le=256)
+    """Requests to a service at once; meanwhile, others gather for the next."""
+    token_env: str = Field("", max_length=LONGEST_NAME)
+    """Environment variable of the producer with the bearer token of a service."""
+
+    @property
+    def is_service(self) -> bool:
+        return self.name.startswith(("http://", "https://"))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RewardConfig:
+        if self.group and (self.is_service or self.name == OWN_REWARD):
+            raise ValueError(f"group = true is for functions, and {self.name!r} is none; leave it out")
+        if self.is_service and "@" in self.name.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "no user or password may stand in the URL of a reward; name the token's variable, token_env"
+            )
+        return self
+
+
+def _reward_list(given: Any) -> Any:
+    """A reward is given by its name, as a table, or as a list of these."""
+    if isinstance(given, str):
+        given = {"name": given} if given else []
+    given = [given] if isinstance(given, dict | RewardConfig) else given
+    if isinstance(given, list | tuple):
+        return tuple({"name": each} if isinstance(each, str) else each for each in given)
+    return given
+
+
+def _distinct(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
+    names = [reward.name for reward in rewards]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} stands twice; leave one of the two out, or give it the weight of both")
+    return rewards
+
+
 class EnvironmentConfig(Section):
     name: PathText
     """"arithmetic", "guess_number", "tool_arithmetic", "reasoning_gym", or your own as `package.module:object` or
     `path/to/file.py:object`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor as keywords."""
-    reward: PathText = ""
-    """A reward by name; empty is the environment's own."""
+    reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(_reward_list), AfterValidator(_distinct)] = ()
+    """A reward by name, as a table, or a list of these, whose weighted sum it is; empty is the environment's own."""
     label: Annotated[str, AfterValidator(_label)] = Field("", max_length=64)
     """What tasks, metrics and `evaluation.environment` call it; empty is its name. One name may stand twice so."""
     weight: float = Field(1.0, ge=0, le=LARGEST_FACTOR)
@@ -127,7 +183,9 @@ class ProducerConfig(Section):
     reward_deadline_s: float = Field(10.0, gt=0, le=WEEK_S)
     """A reward call, or one step of an environment, that takes longer fails its rollout."""
     reward_workers: int = Field(1, ge=1, le=64)
-    """Worker processes that score beside decoding."""
+    """Worker processes of each environment that score beside decoding."""
+    reward_memory_mb: int = Field(4096, ge=64, le=1 << 24)
+    """MiB that one of them may hold, with every process that it started; one that holds more is killed."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """A group with at least this many good rollouts is published without its failed members."""
     lease_s: float = Field(10.0, gt=0.5, le=WEEK_S)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from broker.messages import Group, Task, TaskDelivery, TaskKind
@@ -14,7 +15,8 @@ from headrace.objects import shortened
 from producers.environments.api import Environment, Rollout
 from producers.environments.calls import RolloutFailed
 from producers.in_play import InPlay, Member
-from producers.rewards.worker import Score, judged
+from producers.rewards.gathering import Gathering
+from producers.rewards.worker import Score, added, judged
 from producers.rollout import Played, Player, play
 
 
@@ -22,6 +24,8 @@ class Scores(Protocol):
     """What scores a rollout; `producers.rewards.scorer.Scorer` does."""
 
     async def score(self, name: str, kind: TaskKind, rollout: Rollout) -> Score: ...
+
+    async def score_group(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Stage:
     min_group_size: int
     rewarded: frozenset[str] = frozenset()
     """Environments with a reward that the user named: it counts, whatever an episode gives by itself."""
+    grouped: frozenset[str] = frozenset()
+    """Of these, those with a reward that is relative to the rest of a group."""
 
 
 async def play_group(stage: Stage, delivery: TaskDelivery, in_play: InPlay, budget_s: float) -> Group:
@@ -60,10 +66,13 @@ async def play_group(stage: Stage, delivery: TaskDelivery, in_play: InPlay, budg
 
 async def _play_members(stage: Stage, environment: Environment, task: Task, in_play: InPlay, budget_s: float) -> None:
     deadline = asyncio.get_running_loop().call_later(budget_s, in_play.expire, stage.player.engine)
+    gathering: Gathering | None = None
+    if task.kind == "train" and task.environment in stage.grouped:
+        gathering = Gathering(task.group_size, partial(stage.scorer.score_group, task.environment))
     try:
         async with asyncio.TaskGroup() as tasks:
             for seat, number in zip(in_play.seats, range(task.group_size), strict=True):
-                seat.call = tasks.create_task(_member(stage, environment, task, number, in_play))
+                seat.call = tasks.create_task(_member(stage, environment, task, number, in_play, gathering))
     finally:
         deadline.cancel()
         in_play.clear()
@@ -108,26 +117,33 @@ def failed_group(delivery: TaskDelivery, producer: str, error: str) -> Group:
     return replace(assemble(delivery, producer, members, 1), outcome="failed", error=error)
 
 
-async def _member(stage: Stage, environment: Environment, task: Task, number: int, in_play: InPlay) -> None:
+async def _member(
+    stage: Stage, environment: Environment, task: Task, number: int, in_play: InPlay, gathering: Gathering | None
+) -> None:
     seat = in_play.seats[number]
     try:
         played = await play(stage.player, environment, task, number, seat.transcript)
         in_play.move(seat, "score")
-        member = await _scored(stage, task, played)
+        member = await _scored(stage, task, number, played, gathering)
     except RolloutFailed as failed:
         member = Member(None, str(failed))
+    finally:
+        if gathering is not None:
+            gathering.out(number)
     # One that was cut has its end already.
     seat.member = seat.member or member
     in_play.move(seat, "end")
 
 
-async def _scored(stage: Stage, task: Task, played: Played) -> Member:
+async def _scored(stage: Stage, task: Task, number: int, played: Played, gathering: Gathering | None) -> Member:
     start = time.monotonic()
     own = task.kind == "train" and task.environment not in stage.rewarded
     if own and played.reward is not None:
         score = judged(played.reward)
     else:
         score = await stage.scorer.score(task.environment, task.kind, played.rollout)
+    if gathering is not None and not score.failure:
+        score = added(score, await gathering.join(number, played.rollout))
     trajectory = None
     if not score.failure:
         reward = score.reward + (played.turn_reward if own else 0.0)

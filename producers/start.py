@@ -156,12 +156,18 @@ def _stage(
         scorer=scorer,
         min_group_size=config.producer.min_group_size,
         rewarded=frozenset(entry.called for entry in config.environments if entry.reward),
+        grouped=frozenset(entry.called for entry in config.environments if any(part.group for part in entry.reward)),
     )
 
 
 def _scorer(config: Config) -> Scorer:
     producer = config.producer
-    return Scorer(environments_of(config), workers=producer.reward_workers, deadline_s=producer.reward_deadline_s)
+    return Scorer(
+        environments_of(config),
+        workers=producer.reward_workers,
+        deadline_s=producer.reward_deadline_s,
+        memory_mb=producer.reward_memory_mb,
+    )
 
 
 def _model(record: RunRecord, config: Config) -> tuple[Path | None, dict[str, str]]:

@@ -1,119 +1,158 @@
-"""Scoring beside decoding: rewards run in worker processes that are killed at their deadline."""
+"""Scoring beside decoding: every reward of a run, in workers and at services of each environment's own."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import multiprocessing
+import math
 import pickle
-from collections.abc import Mapping
-from concurrent.futures.process import BrokenProcessPool
-
-from pebble import ProcessExpired, ProcessPool
+from collections.abc import Mapping, Sequence
 
 from broker.messages import TaskKind
-from headrace.config import EnvironmentConfig
+from headrace.config import EnvironmentConfig, RewardConfig
 from headrace.objects import reason
 from producers.environments.api import Rollout
-from producers.rewards import worker
-from producers.rewards.worker import Score
+from producers.rewards.pool import Pool
+from producers.rewards.registry import parts_of
+from producers.rewards.service import Service
+from producers.rewards.worker import Call, Score
 
-log = logging.getLogger(__name__)
+LOADING = 4
+"""Environments whose workers are loaded at once as a producer starts."""
 
-START_S = 60.0
-"""What a worker may take to start: it imports the user's code."""
+
+class Bench:
+    """What scores one environment: its workers, its services, and the summands of its reward."""
+
+    def __init__(self, environment: EnvironmentConfig, *, workers: int, deadline_s: float, memory_mb: int) -> None:
+        self.parts = parts_of(environment)
+        self.pool = Pool(environment, workers=workers, deadline_s=deadline_s, memory_mb=memory_mb)
+        self._services = {place: Service(part, deadline_s) for place, part in enumerate(self.parts) if part.is_service}
+
+    async def score(self, kind: TaskKind, rollout: Rollout, pickled: bytes) -> Score:
+        """All parts at once but those of the group, and the environment's verdict with the first worker's call."""
+
+        async def ask(place: int | None, verdict: bool) -> Score:
+            return (await self.pool.call(Call(kind, place, verdict, False, 1, pickled)))[0]
+
+        places: list[int | None] = [place for place, part in enumerate(self.parts) if not part.group]
+        functions = [place for place in places if place not in self._services]
+        if not functions:
+            functions = [None]
+            places.append(None)
+        scores = await asyncio.gather(
+            *(
+                self._services[place].score(rollout) if place in self._services else ask(place, place == functions[0])
+                for place in places
+            )
+        )
+        return combined(self.parts, dict(zip(places, scores, strict=True)))
+
+    async def score_group(self, pickled: bytes, count: int) -> list[Score]:
+        """The parts of the group, for each of its `count` members."""
+        places = [place for place, part in enumerate(self.parts) if part.group]
+        calls = (self.pool.call(Call("train", place, False, True, count, pickled)) for place in places)
+        columns = await asyncio.gather(*calls)
+        return [combined(self.parts, dict(zip(places, scores, strict=True))) for scores in zip(*columns, strict=True)]
+
+    async def close(self) -> None:
+        await asyncio.gather(self.pool.close(), *(service.close() for service in self._services.values()))
 
 
 class Scorer:
-    """`workers` processes, each with every environment and reward of the run.
+    """The rewards of all environments. Environments share nothing, so that none waits for another one's reward.
 
-    A call is a Score with a reason instead of a reward when the reward raises, is silent past `deadline_s`, or
-    takes its process down; a process that was killed is replaced.
+    A call is a Score with a reason instead of a reward when the reward raises, is silent past `deadline_s`, takes its
+    process down, holds more than `memory_mb`, or when its service has no good answer within `deadline_s`.
     """
 
-    def __init__(self, environments: Mapping[str, EnvironmentConfig], *, workers: int, deadline_s: float) -> None:
-        self._environments = dict(environments)
-        self._workers = workers
-        self._deadline_s = deadline_s
-        self._pool = self._new_pool()
+    def __init__(
+        self, environments: Mapping[str, EnvironmentConfig], *, workers: int, deadline_s: float, memory_mb: int = 4096
+    ) -> None:
+        self._benches = {
+            name: Bench(environment, workers=workers, deadline_s=deadline_s, memory_mb=memory_mb)
+            for name, environment in environments.items()
+        }
         self._open = 0
-        self._closed = False
+        self._starting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the processes now, so that they are ready when the first rollout ends."""
-        if not self._pool.active:
-            log.warning("the reward's worker processes did not start; the next call tries again")
+        """Start the workers now, so that they are ready when the first rollout ends."""
+        self._starting = asyncio.create_task(self._start())
 
     @property
     def open_calls(self) -> int:
         return self._open
 
     async def score(self, name: str, kind: TaskKind, rollout: Rollout) -> Score:
-        """The reward of a finished rollout of environment `name`; of an evaluation 1 for right and 0 for wrong."""
-        try:
-            pickled = pickle.dumps(rollout)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            return Score(failure=f"the rollout cannot be sent to its reward ({reason(error)})")
+        """The reward of a finished rollout of environment `name`; of an evaluation 1 for right and 0 for wrong.
+
+        What is relative to the rest of its group is left out: that is for `score_group`.
+        """
+        bench = self._benches[name]
+        if isinstance(pickled := _pickled([rollout]), Score):
+            return pickled
         self._open += 1
         try:
-            return await self._call(name, kind, pickled)
+            if kind == "eval":
+                return (await bench.pool.call(Call(kind, None, True, False, 1, pickled)))[0]
+            return await bench.score(kind, rollout, pickled)
+        finally:
+            self._open -= 1
+
+    async def score_group(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
+        """What the rollouts of a group get relative to each other; without the rewards of each by itself."""
+        bench = self._benches[name]
+        if isinstance(pickled := _pickled(list(rollouts)), Score):
+            return [pickled] * len(rollouts)
+        self._open += 1
+        try:
+            return await bench.score_group(pickled, len(rollouts))
         finally:
             self._open -= 1
 
     async def close(self) -> None:
-        """End all processes. Calls that are open end as failures. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            await asyncio.to_thread(_stop, self._pool)
+        """End all processes and connections. Calls that are open end as failures. Idempotent."""
+        await asyncio.gather(*(bench.close() for bench in self._benches.values()))
+        if self._starting is not None:
+            await self._starting
 
-    async def _call(self, name: str, kind: TaskKind, pickled: bytes) -> Score:
-        patience_s = START_S + self._deadline_s * (1 + self._open // self._workers)
-        try:
-            future = asyncio.wrap_future(
-                (await self._usable_pool()).schedule(worker.score, args=[name, kind, pickled], timeout=self._deadline_s)
-            )
-        except RuntimeError:
-            # Its processes died between two calls; the next call makes a new pool.
-            return Score(failure="the reward's worker processes ended")
-        try:
-            done, _ = await asyncio.wait({future}, timeout=patience_s)
-        finally:
-            future.cancel()
-        if not done:
-            return Score(failure=f"reward was not reached within {patience_s:.0f} s")
-        if future.cancelled():
-            return Score(failure="reward was cancelled")
-        error = future.exception()
-        return future.result() if error is None else Score(failure=self._sentence(error))
+    async def _start(self) -> None:
+        seats = asyncio.Semaphore(LOADING)
 
-    def _sentence(self, error: BaseException) -> str:
-        match error:
-            case TimeoutError():
-                return f"reward took longer than {self._deadline_s:g} s"
-            case ProcessExpired():
-                return f"reward ended its worker process (exit code {error.exitcode})"
-            case BrokenProcessPool():
-                return "the reward's worker processes ended"
-            case _:
-                return f"reward raised {reason(error)}"
+        async def start(pool: Pool) -> None:
+            async with seats:
+                await pool.start()
 
-    async def _usable_pool(self) -> ProcessPool:
-        if not self._pool.active and not self._closed:
-            log.warning("the reward's worker processes ended; starting new ones")
-            broken, self._pool = self._pool, self._new_pool()
-            await asyncio.to_thread(_stop, broken)
-        return self._pool
-
-    def _new_pool(self) -> ProcessPool:
-        # "spawn": a fork would copy the engine's threads, its locks and its memory.
-        return ProcessPool(
-            self._workers,
-            initializer=worker.load,
-            initargs=[self._environments],
-            context=multiprocessing.get_context("spawn"),
-        )
+        await asyncio.gather(*(start(bench.pool) for bench in self._benches.values()))
 
 
-def _stop(pool: ProcessPool) -> None:
-    pool.stop()  # type: ignore[no-untyped-call]
-    pool.join()
+def combined(parts: Sequence[RewardConfig], scores: Mapping[int | None, Score]) -> Score:
+    """The weighted sum of the scores of some parts, by their places; what fails in one fails the sum, with its name.
+
+    The score of None is no summand: it only says whether the rollout is correct.
+    """
+    correct = next((score.correct for score in scores.values() if score.correct is not None), None)
+    values: dict[str, float] = {}
+    total = 0.0
+    for place, score in scores.items():
+        name = "" if place is None else parts[place].name
+        if score.failure:
+            return Score(failure=_named(score.failure, name) if len(parts) > 1 else score.failure, correct=correct)
+        if place is not None:
+            values[name] = score.reward
+            total += parts[place].weight * score.reward
+    if not math.isfinite(total):
+        return Score(failure=f"reward is {total}, not a finite number", correct=correct)
+    return Score(total, correct=correct, parts=values if len(parts) > 1 else {})
+
+
+def _named(failure: str, name: str) -> str:
+    told = failure.removeprefix("reward ")
+    return failure if not name or told == failure or repr(name) in failure else f"reward {name!r} {told}"
+
+
+def _pickled(rollouts: list[Rollout]) -> bytes | Score:
+    try:
+        return pickle.dumps(rollouts)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return Score(failure=f"the rollout cannot be sent to its reward ({reason(error)})")

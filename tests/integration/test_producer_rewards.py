@@ -80,7 +80,6 @@ async def scorer(file: Path) -> AsyncIterator[Scorer]:
         "missing": EnvironmentConfig(name=own, reward=f"{file}:missing"),
     }
     scorer = Scorer(environments, workers=1, deadline_s=1.0)
-    scorer.start()
     yield scorer
     await scorer.close()
     await scorer.close()
@@ -136,8 +135,8 @@ async def test_a_reward_that_ends_its_process_is_a_reason(scorer: Scorer, file: 
 
 async def test_a_worker_killed_while_idle_is_replaced(scorer: Scorer, file: Path) -> None:
     assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False)
-    (child,) = workers_of(os.getpid())
-    child.kill()
+    (worker,) = workers()
+    worker.kill()
     for _ in range(20):
         if await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False):
             return
@@ -155,7 +154,7 @@ async def test_closing_ends_open_calls_and_leaves_no_process(scorer: Scorer, fil
     hanging = asyncio.ensure_future(scorer.score("own", "train", rollout("hang politely", file)))
     await asyncio.sleep(0)
     await scorer.close()
-    assert not workers_of(os.getpid())
+    assert not keepers()
     hanging.cancel()
     await asyncio.wait({hanging})
 
@@ -196,11 +195,15 @@ def test_workers_leave_when_their_producer_is_killed(tmp_path: Path) -> None:
     assert not alive
 
 
-def workers_of(pid: int) -> list[psutil.Process]:
-    """Reward processes, and none of the other children that this test session has."""
+def keepers() -> list[psutil.Process]:
+    """Those of reward workers, and none of the other children that this test session has."""
     found = []
-    for child in psutil.Process(pid).children():
+    for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "multiprocessing.spawn" in " ".join(child.cmdline()):
+            if "producers.rewards.keeper" in child.cmdline():
                 found.append(child)
     return found
+
+
+def workers() -> list[psutil.Process]:
+    return [worker for keeper in keepers() for worker in keeper.children()]

@@ -11,7 +11,8 @@ from headrace.config import Config, EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Done, Rollout, Turn
 from producers.environments.arithmetic import Arithmetic, Space, held_out_ranks, last_number, text_of, value_of
-from producers.environments.registry import build_environment, environments_of, load_reward, sizes_of
+from producers.environments.registry import build_environment, environments_of, sizes_of
+from producers.rewards.registry import load_reward
 
 
 def rollout(completion: str, answer: object, finish: str = "stop") -> Rollout:
