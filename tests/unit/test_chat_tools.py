@@ -1,0 +1,196 @@
+"""Tools through chat templates: how they are shown, how calls are read, how results come back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import ModelError
+from producers.chat import ByteChat, TemplateChat
+from producers.environments.api import Message, ToolCall
+from producers.tool_formats import FORMATS, MOST_CALLS, ToolFormat, explained, retold
+from tests.templates import LLAMA, MISTRAL, PLAIN, QWEN, USERS_ONLY, XML, byte_chat
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+ASKED = [Message("system", "Be brief."), Message("user", "1 + 2?")]
+CALL = ToolCall("add", {"a": 1}, "call00000")
+RESULT = Message("tool", "3", tool_call_id="call00000", name="add")
+
+
+def said(chat: TemplateChat, text: str) -> tuple[ToolCall, ...]:
+    return chat.tool_calls(chat.tokens(text))
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [(QWEN, "<tool_call>"), (LLAMA, ""), (MISTRAL, "[TOOL_CALLS]"), (PLAIN, "<tool_call>"), (None, "<tool_call>")],
+)
+def test_the_format_is_learned_from_the_template(template: str | None, found: str) -> None:
+    assert byte_chat(template)._format == ToolFormat(found)
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
+def test_what_the_template_writes_of_a_call_is_read_as_that_call(template: str) -> None:
+    chat = byte_chat(template)
+    user = Message("user", "1 + 2?")
+    begun = chat._render([user], (ADD,), generate=True)
+    whole = chat._render([user, Message("assistant", "", (CALL,))], (ADD,), generate=False)
+    # Qwen's newline after the header is the prompt's or the call's.
+    answer = whole.removeprefix(begun.rstrip("\n"))
+    assert answer != whole
+    assert said(chat, answer) == (ToolCall("add", {"a": 1}),)
+
+
+def test_a_format_that_is_not_known_must_be_named() -> None:
+    with pytest.raises(
+        ModelError, match=r"format that is not known; name .* model.tool_format \(hermes, llama3, mistr"
+    ):
+        said(byte_chat(XML), "<function=add></function>")
+    assert said(byte_chat(XML, "llama3"), '{"name": "add", "parameters": {}}') == (ToolCall("add", {}),)
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
+def test_tools_are_shown_by_the_template(template: str) -> None:
+    chat = byte_chat(template)
+    messages = ASKED[1:]
+    assert chat.written(chat.prompt(messages, (ADD,))) == chat._render(messages, (ADD,), generate=True)
+    assert "Adds." in chat.written(chat.prompt(messages, (ADD,)))
+
+
+@pytest.mark.parametrize("template", [PLAIN, USERS_ONLY, None])
+def test_a_template_without_tools_has_them_explained(template: str | None) -> None:
+    chat = byte_chat(template)
+    shown = chat.written(chat.prompt(ASKED, (ADD,)))
+    assert shown.count("Be brief.") == shown.count('"name": "add"') == shown.count("1 + 2?") == 1
+    assert '<tool_call>{"name": "the tool"' in shown
+    last = chat.tokens("<|im_end|>")[-1]
+    follow_up = chat.written(chat.follow_up([RESULT, RESULT], int(last), (ADD,)))
+    assert follow_up.count("<tool_response>\n3\n</tool_response>") == 2
+    assert "tool\n" not in follow_up.replace("tool_", "")
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
+def test_results_come_back_in_the_templates_own_format(template: str) -> None:
+    """What is carried is what the template writes of the conversation as a whole."""
+    chat = byte_chat(template)
+    user = Message("user", "1 + 2?")
+    whole = chat._render([user, Message("assistant", "", (CALL,)), RESULT], (ADD,), generate=True)
+    begun = chat.prompt([user], (ADD,))
+    answer = whole[len(chat.written(begun)) :]
+    end = chat.written(chat.tokens("")) or chat._tokenizer.eos_token
+    call = chat.tokens(answer[: answer.index(end)] + end)
+    carried = [*begun, *call, *chat.follow_up([RESULT], int(call[-1]), (ADD,))]
+    assert chat.written(__import__("numpy").array(carried)) == whole
+    assert carried == chat.tokens(whole).tolist()
+
+
+def test_a_template_that_moves_its_tools_goes_on_with_results_alone() -> None:
+    chat = byte_chat(MISTRAL)
+    with pytest.raises(ModelError, match="rewrites earlier messages"):
+        chat.follow_up([Message("user", "again")], 0, (ADD,))
+    assert len(chat.follow_up([RESULT], 0, (ADD,)))
+
+
+def test_bytes_have_tools_too() -> None:
+    chat = ByteChat()
+    assert '"name": "add"' in chat.text(chat.prompt(ASKED, (ADD,)))
+    assert chat.text(chat.follow_up([RESULT], 0, (ADD,))) == "<tool_response>\n3\n</tool_response>\n"
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert chat.tool_calls(chat._tokens(text)) == (ToolCall("add", {"a": 1}),)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "calls"),
+    [
+        ("hermes", "I would say 3.", []),
+        (
+            "hermes",
+            'so <tool_call> {"name": "f", "arguments": {"x": "<tool_call>"}} </tool_call>',
+            [("f", "<tool_call>")],
+        ),
+        ("hermes", '<tool_call>{"name": "f"}<tool_call>[{"name": "g", "arguments": "{}"}]', [("f", None), ("g", None)]),
+        ("hermes", '<think><tool_call>{"name": "no"}</think><tool_call>{"name": "f"}', [("f", None)]),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "f"}}', [("f", None)]),
+        ("llama3", '{"name": "f", "parameters": {"x": 1}}', [("f", 1)]),
+        (
+            "llama3",
+            '<|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "g"}<|eot_id|>',
+            [("f", 1), ("g", None)],
+        ),
+        ("llama3", 'The call {"name": "f"} would do.', []),
+        ("llama3", '{"answer": 3}', []),
+        ("llama3", "{broken", []),
+        ("llama3", "", []),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</s>', [("f", 1), ("g", None)]),
+    ],
+)
+def test_calls_are_read(form: str, text: str, calls: list[tuple[str, object]]) -> None:
+    found = FORMATS[form].read(text)
+    assert [(call.name, call.arguments.get("x")) for call in found] == calls
+    assert not any(call.error for call in found)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "error"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}', "it is not valid JSON"),
+        ("hermes", "<tool_call>", "it is not valid JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}', "NaN is not JSON"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "it is not valid JSON"),
+        ("hermes", "<tool_call>" + "1" * 5000, "it is not valid JSON"),
+        ("hermes", '<tool_call>["f"]', 'must be a JSON object with "name"'),
+        ("hermes", "<tool_call>[]", "the list of calls is empty"),
+        ("hermes", '<tool_call>{"name": 3}', 'must be a JSON object with "name"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', "its arguments must be a JSON object"),
+        ("llama3", '{"name": "f", "parameters": {"x": 1', "it is not valid JSON"),
+    ],
+)
+def test_what_is_no_call_says_why(form: str, text: str, error: str) -> None:
+    (call,) = FORMATS[form].read(text)
+    assert error in call.error
+    assert len(call.error) < 600
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_of_one_turn_are_bounded(form: str) -> None:
+    one = f'{FORMATS[form].begin}{{"name": "f"}};'
+    found = FORMATS[form].read(one * 1000)
+    assert len(found) == MOST_CALLS + 1
+    assert [bool(call.error) for call in found] == [False] * MOST_CALLS + [True]
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.text(alphabet='<>[]{}",: \\ntol_calTOLCAS1e', max_size=80))
+def test_any_text_can_be_read(form: str, text: str) -> None:
+    for whole in (text, FORMATS[form].begin + text, f'{{"name": "f", {text}'):
+        for call in FORMATS[form].read(whole):
+            assert call.name or call.error
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.text(min_size=1), st.dictionaries(st.text(), json_values))
+def test_a_call_that_is_written_is_read(form: str, name: str, arguments: dict[str, object]) -> None:
+    text = json.dumps({"name": name, "arguments": arguments})
+    assert FORMATS[form].read(f"{FORMATS[form].begin}{text}") == (ToolCall(name, arguments),)
+
+
+def test_conversations_are_told_without_roles_for_tools() -> None:
+    told = retold([Message("user", "q"), Message("assistant", "well", (CALL,)), RESULT, RESULT, Message("user", "r")])
+    assert [message.role for message in told] == ["user", "assistant", "user", "user"]
+    assert told[1].content == 'well<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert told[2].content.count("<tool_response>") == 2
+    assert [message.role for message in explained([], (ADD,))] == ["system"]
