@@ -50,21 +50,20 @@ def difference(chat: Renderer) -> str:
 def _both_ways(chat: Renderer, answer: str) -> tuple[Int32, Int32]:
     """The tokens of one conversation: turn by turn as rollouts carry them, and as a whole."""
     first, second, third = (Message("user", text) for text in ("What is 2 + 2?", "And 3 + 3?", "Thanks!"))
-    end = _end_of_answer(chat, second)
-    last = end[-1] if len(end) else -1
-    carried = np.concatenate(
-        [
-            chat.prompt([first]),
-            chat.tokens(answer),
-            end,
-            chat.follow_up([second], last),
-            chat.tokens("6"),
-            end,
-            chat.follow_up([third], last),
-        ]
-    )
     answers = [Message("assistant", answer), Message("assistant", "6")]
-    return carried, chat.prompt([first, answers[0], second, answers[1], third])
+    whole = chat.prompt([first, answers[0], second, answers[1], third])
+    begun, end = chat.prompt([first]), _end_of_answer(chat, second)
+    before, last = _before_answer(chat, begun, whole, answer), end[-1] if len(end) else -1
+    said = [np.concatenate([chat.tokens(before + message.content), end]) for message in answers]
+    parts = [begun, said[0], chat.follow_up([second], last), said[1], chat.follow_up([third], last)]
+    return np.concatenate(parts), whole
+
+
+def _before_answer(chat: Renderer, begun: Int32, whole: Int32, answer: str) -> str:
+    """White space that the template writes before an answer, which a model of this template samples."""
+    opening, text = chat.written(begun), chat.written(whole)
+    between = text[len(opening) :].partition(answer)[0] if text.startswith(opening) else ""
+    return "" if between.strip() else between
 
 
 def _end_of_answer(chat: Renderer, following: Message) -> Int32:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from headrace.errors import EnvironmentLoadError
-from producers.environments.api import Done, Rollout, Turn
-from producers.environments.multi_turn import MultiTurn
+from producers.environments.api import Done, Message, Observation, Rollout, Turn
+from producers.environments.multi_turn import MultiTurn, Reply
 
 PROMPT = "Guess my number, from {low} to {high}. Reply with only the number."
 HELD_OUT_SEED = 24
@@ -31,8 +31,9 @@ class Secret:
 class GuessNumber:
     """Games over ranges of `size` numbers; the first range begins at `lowest`, the next one `step` later, and so on.
 
-    The reward is 1 for the right number in the first of `turns` turns and less by equal parts for each later one, 0
-    when it is not found. A turn without a number in the range counts as a turn. Of the `ranges`, `held_out` are kept
+    The final reward is 1 for the right number in the first of `turns` turns and less by equal parts for each later one,
+    0 when it is not found. Each turn before it with a number in the range is worth `valid` at once, which should be
+    little: less than the part that is lost with a turn. Of the `ranges`, `held_out` are kept
     from training, with all of their numbers: no prompt is seen in both.
     """
 
@@ -45,6 +46,7 @@ class GuessNumber:
         step: int = 1,
         ranges: int = 20,
         held_out: int = 4,
+        valid: float = 0.02,
         prompt: str = PROMPT,
         system: str = "",
     ) -> None:
@@ -56,7 +58,11 @@ class GuessNumber:
             raise EnvironmentLoadError(
                 f"guess_number: held_out = {held_out} is not between 0 and ranges - 1 = {ranges - 1}"
             )
-        self._size, self._turns, self._prompt, self._system = size, turns, prompt, system
+        if not 0 <= valid < 1 / turns:
+            raise EnvironmentLoadError(
+                f"guess_number: valid = {valid} is not between 0 and 1 / turns = {1 / turns:.3g}"
+            )
+        self._size, self._turns, self._valid, self._prompt, self._system = size, turns, valid, prompt, system
         lows = [lowest + step * place for place in range(ranges)]
         held = set(Random(HELD_OUT_SEED).sample(lows, held_out))
         self._lows = {"train": [low for low in lows if low not in held], "eval": sorted(held)}
@@ -73,7 +79,7 @@ class GuessNumber:
         low = self._lows[split][place]
         secret = Secret(low + offset, low, low + self._size - 1, self._turns)
         prompt = self._prompt.replace("{low}", str(low)).replace("{high}", str(secret.high))
-        return MultiTurn(prompt, secret, _Game(secret).reply, system=self._system)
+        return MultiTurn(prompt, secret, _Game(secret, self._valid).reply, system=self._system)
 
     async def score(self, rollout: Rollout) -> float:
         found = turn_of(rollout)
@@ -84,17 +90,18 @@ class GuessNumber:
 
 
 class _Game:
-    def __init__(self, secret: Secret) -> None:
-        self._secret, self._left = secret, secret.turns
+    def __init__(self, secret: Secret, valid: float) -> None:
+        self._secret, self._valid, self._left = secret, valid, secret.turns
 
-    def reply(self, turn: Turn) -> Done | str:
+    def reply(self, turn: Turn) -> Reply:
         self._left -= 1
         secret, guess = self._secret, guessed(turn.text)
         if guess == secret.number or not self._left:
             return Done()
         if guess is None or not secret.low <= guess <= secret.high:
             return f"Only a number from {secret.low} to {secret.high}."
-        return "Higher." if guess < secret.number else "Lower."
+        hint = "Higher." if guess < secret.number else "Lower."
+        return Observation((Message("user", hint),), reward=self._valid)
 
 
 def turn_of(rollout: Rollout) -> int | None:
