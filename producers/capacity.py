@@ -31,6 +31,14 @@ class Capacity:
         return 2 * (-(-self.slots // self.group_size) + 1)
 
     @property
+    def most_unscored(self) -> int:
+        """Decoded groups of one environment that wait for scores, before its next tasks wait for their turn.
+
+        As many as fit into the slots, and one more: what was decoded while all of them were decoded.
+        """
+        return self.most_decoded // 2
+
+    @property
     def most_held(self) -> int:
         """Tasks held at once: each has a rollout that plays, or is decoded."""
         return self.most_playing + self.most_decoded

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from broker.messages import TaskDelivery
 from headrace.version import PolicyVersion
-from producers.capacity import Capacity
 from producers.in_play import InPlay
 
 MOST_EARLIER = 8
@@ -25,6 +24,8 @@ class Held:
     budget_s: float
     """Until the task's deadline, from when it was taken."""
     waits_for_version: bool
+    waits_for_turn: bool = False
+    """Its environment's scores are behind (`producers/turns.py`)."""
     publishing: bool = False
     lost: bool = False
     """The broker does not know it as this producer's: taken over by another, or about to be handed out again."""
@@ -51,26 +52,15 @@ def too_old(version: PolicyVersion | None, delivery: TaskDelivery) -> bool:
     return version is None or version < delivery.task.min_version
 
 
-def room(held: Collection[Held], version: PolicyVersion | None, capacity: Capacity) -> int:
-    """Tasks to take now: none before a version is there, nor while a task waits for a newer one.
-
-    A lost one takes no room, so that it can come again: for that moment, twice as many may be held.
-    """
-    if version is None or any(task.waits_for_version for task in held):
-        return 0
-    playing = [task.in_play.playing for task in held if not task.lost]
-    return capacity.tasks_to_take(sum(playing), playing.count(0))
-
-
 def phase(held: Collection[Held], version: PolicyVersion | None, outage: bool = False) -> str:
     """What the producer as a whole is doing: it plays while any rollout does, also when the broker is away."""
     if version is None:
         return "wait_broker" if outage else "wait_version"
-    playing = [task for task in held if task.in_play.playing]
+    playing = [task for task in held if task.in_play.playing and not task.waits_for_turn]
     if playing and not all(task.waits_for_version for task in playing):
         return "play"
     if playing:
         return "wait_broker" if outage else "wait_version"
-    if any(task.in_play.scoring for task in held):
+    if any(task.in_play.scoring or task.waits_for_turn for task in held):
         return "wait_score"
     return "wait_broker" if held or outage else "wait_tasks"

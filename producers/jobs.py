@@ -1,13 +1,15 @@
 """The jobs of a producer: each plays one task that it holds, from when it is taken until its group is published.
 
-A job waits for a version as new as its task asks for (`committed`), for its completions, for its scores, and for the
-broker's answer to its publish. It ends by the task's deadline, by `lose`, by `stop_stragglers`, or after `drain`.
+A job waits for a version as new as its task asks for (`committed`), for its turn where its environment's scores are
+behind (`turned`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the
+task's deadline, by `lose`, by `stop_stragglers`, or after `drain`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from broker.api import ProducerPort, Published
@@ -18,9 +20,10 @@ from headrace.version import PolicyVersion
 from producers.capacity import Capacity
 from producers.gauges import Gauges
 from producers.group import Stage, failed_group, play_group
-from producers.holding import Held, phase, room, too_old
+from producers.holding import Held, phase, too_old
 from producers.in_play import InPlay
 from producers.stragglers import reason, stragglers
+from producers.turns import Loads, flows, loads_of, may_begin, must_wait, room
 from weightsync.receiver import Commit
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,8 @@ class Jobs:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new one, at each commit."""
+    turned: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new one, whenever a task that waits for its turn may have it."""
     head: PolicyVersion | None = None
     """The newest version there is, in the engine or not."""
     outage: str = ""
@@ -63,6 +68,10 @@ class Jobs:
         """Of all that is held."""
         return [one.entry_id for held in self.held.values() for one in (*held.earlier, held.delivery)]
 
+    @property
+    def _loads(self) -> Loads:
+        return loads_of(self.held.values())
+
     def room(self) -> int:
         return room(self.held.values(), self.version, self.capacity)
 
@@ -73,6 +82,8 @@ class Jobs:
         """Something moved on. Whoever takes tasks looks at it, unless the broker keeps it waiting."""
         if self.outage and not self.leaving.is_set():
             self.gauges.host.enter(self.phase())
+        before, self.turned = self.turned, asyncio.Event()
+        before.set()
         self.changed.set()
 
     def on_commit(self, commit: Commit) -> None:
@@ -150,9 +161,9 @@ class Jobs:
             held.in_play.stop(reason(staleness.max_lag), engine)
 
     async def drain(self, seconds: float) -> None:
-        """Finish what plays for at most `seconds`; what waits for a version is left at once."""
+        """Finish what plays for at most `seconds`; what has not begun is left at once."""
         for held in self.held.values():
-            if held.job is not None and held.waits_for_version:
+            if held.job is not None and (held.waits_for_version or held.waits_for_turn):
                 held.job.cancel()
         jobs = {held.job for held in self.held.values() if held.job is not None}
         if jobs:
@@ -170,13 +181,16 @@ class Jobs:
     async def _group(self, held: Held) -> Group:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + held.budget_s
+        why = f"the task's deadline passed: no version {held.delivery.task.min_version} came"
         try:
             async with asyncio.timeout_at(deadline):
                 await self._caught_up(held)
+                why = "the task's deadline passed: the scores of its environment are behind"
+                why = await self._its_turn(held)
         except TimeoutError:
             held.waits_for_version = False
+        if why:
             held.in_play.clear()
-            why = f"the task's deadline passed: no version {held.delivery.task.min_version} came"
             return failed_group(held.delivery, self.name, why)
         return await play_group(self.stage, held.delivery, held.in_play, max(0.0, deadline - loop.time()))
 
@@ -186,6 +200,26 @@ class Jobs:
             await self.committed.wait()
         held.waits_for_version = False
         self.moved()
+
+    async def _its_turn(self, held: Held) -> str:
+        """Why it never comes; empty once it is there. An evaluation is never kept waiting: its tasks are few."""
+        environment, patience_s = held.delivery.task.environment, self.config.producer.reward_deadline_s
+        if held.delivery.task.kind == "eval" or not must_wait(environment, self._loads, self.capacity):
+            return ""
+        held.waits_for_turn = True
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        while not may_begin(environment, self._loads, self.capacity):
+                            await self.turned.wait()
+                        return ""
+                # Without others nobody is kept from anything: then it waits on.
+                if flows(self._loads, self.capacity):
+                    return f"environment {environment!r} is {self.capacity.most_unscored} groups behind with its scores"
+        finally:
+            held.waits_for_turn = False
+            self.moved()
 
     async def _publish(self, held: Held, group: Group) -> Published | None:
         """The broker's answer, for every delivery of the task, the newest first; None when it is away until the drain

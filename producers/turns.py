@@ -1,0 +1,84 @@
+"""Whose turn it is: while one environment's scores are behind, its tasks wait, so that those of others go on. Pure.
+
+An environment is behind when `Capacity.most_unscored` of its groups are decoded and wait for scores. From then on its
+tasks wait before they begin, in the order in which they came, until fewer than that are in play; but only where tasks
+of another environment flow: alone, it holds up nobody, and the bounds of `Capacity` are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from headrace.version import PolicyVersion
+from producers.capacity import Capacity
+from producers.holding import Held
+
+
+@dataclass(slots=True)
+class Load:
+    """Groups of one environment that a producer holds."""
+
+    playing: int = 0
+    """Of which a member still plays."""
+    unscored: int = 0
+    """Decoded, with a member that waits for its score."""
+    scored: int = 0
+    """These wait for the broker alone."""
+    waiting: int = 0
+    """These wait for their turn."""
+
+
+Loads = dict[str, Load]
+"""By environment, of those that have a group here."""
+
+
+def loads_of(held: Collection[Held]) -> Loads:
+    """What was lost is not counted."""
+    loads: Loads = {}
+    for task in held:
+        if task.lost:
+            continue
+        load = loads.setdefault(task.delivery.task.environment, Load())
+        load.waiting += task.waits_for_turn
+        load.playing += bool(task.in_play.playing) and not task.waits_for_turn
+        load.unscored += not task.in_play.playing and bool(task.in_play.scoring)
+        load.scored += not task.in_play.playing and not task.in_play.scoring
+    return loads
+
+
+def flows(loads: Loads, capacity: Capacity) -> bool:
+    """Whether some environment is here that is not behind."""
+    return any(not load.waiting and load.unscored < capacity.most_unscored for load in loads.values())
+
+
+def must_wait(environment: str, loads: Loads, capacity: Capacity) -> bool:
+    """Whether a task that is about to begin waits for its turn first."""
+    load = loads[environment]
+    return (load.waiting > 0 or load.unscored >= capacity.most_unscored) and flows(loads, capacity)
+
+
+def may_begin(environment: str, loads: Loads, capacity: Capacity) -> bool:
+    """Whether the next task that waits for its turn has it."""
+    load = loads[environment]
+    return load.playing + load.unscored < capacity.most_unscored
+
+
+def room(held: Collection[Held], version: PolicyVersion | None, capacity: Capacity) -> int:
+    """Tasks to take now: none before a version is there, nor while a task waits for a newer one, nor while all that is
+    here is of environments that are behind.
+
+    Of several environments, unscored groups count only against their own bound and `Capacity.most_held`, so that one
+    environment's do not use up the others' places. A lost task takes no room, so that it can come again: for that
+    moment, twice as many may be held.
+    """
+    if version is None or any(task.waits_for_version for task in held):
+        return 0
+    loads = loads_of(held)
+    several = len(loads) > 1
+    if (several or any(load.waiting for load in loads.values())) and not flows(loads, capacity):
+        return 0
+    playing = sum(task.in_play.playing for task in held if not task.lost and not task.waits_for_turn)
+    decoded = sum(load.scored + (0 if several else load.unscored) for load in loads.values())
+    count = sum(not task.lost for task in held)
+    return min(capacity.tasks_to_take(playing, decoded), max(0, capacity.most_held - count))
