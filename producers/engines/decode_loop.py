@@ -20,6 +20,7 @@ from broker.messages import FinishReason
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats
+from producers.engines.pace import Pace
 from producers.engines.sequences import Sequence, StepPlan, plan_step
 from producers.engines.stops import Decode, completes_stop
 
@@ -120,7 +121,7 @@ class DecodeLoop:
         runner: ModelRunner,
         *,
         slots: int,
-        budget: int,
+        pace: Pace,
         recompute: bool,
         report: Report,
         lane: Lane,
@@ -128,7 +129,8 @@ class DecodeLoop:
     ) -> None:
         """`recompute`: a swap empties the cache of running sequences, which is filled anew as prompts are."""
         self._runner = runner
-        self._budget = budget
+        self._pace = pace
+        self._shortest_first = False
         self._recompute = recompute
         self._report = report
         self._lane = lane
@@ -172,12 +174,25 @@ class DecodeLoop:
     def run(self) -> None:
         """Until a `Close` command; then every open sequence ends with "abort"."""
         while not self._closing:
-            for command in self._receive():
-                self._apply(command)
-            self._fill_slots()
-            if self._version is not None:
-                self._step(plan_step(self._slots, self._version, self._budget))
-            self._flush()
+            self.turn()
+
+    def turn(self) -> None:
+        """Take what was sent, make one step, and report; waits for a command while there is nothing to do."""
+        for command in self._receive():
+            self._apply(command)
+        self._fill_slots()
+        if self._version is not None:
+            self._step(self._plan(self._version))
+        self._flush()
+
+    def _plan(self, version: PolicyVersion) -> StepPlan:
+        """Prompts are served in order of arrival and shortest first in turn: a short one waits for no long one, and a
+        long one has every second step.
+        """
+        self._shortest_first = not self._shortest_first
+        decoding = any(sequence.pending == 1 for sequence in self._slots if sequence is not None)
+        budget = self._pace.budget(decoding=decoding)
+        return plan_step(self._slots, version, budget, shortest_first=self._shortest_first)
 
     def _receive(self) -> list[Command]:
         with self._arrived:
@@ -246,8 +261,10 @@ class DecodeLoop:
         occupied = sum(sequence is not None for sequence in self._slots)
         self._sample(sampling, logits_RV)
         totals = self.mixed if plan.chunks or plan.copies else self.pure
+        seconds = time.perf_counter() - start
+        self._pace.note(seconds, plan.work)
         totals.steps += 1
-        totals.seconds += time.perf_counter() - start
+        totals.seconds += seconds
         totals.rows += len(sampling)
         totals.prompt_tokens += plan.prefilled
         totals.recomputed_tokens += plan.recomputed
@@ -308,8 +325,21 @@ class DecodeLoop:
 
     def _finish(self, slot: int, sequence: Sequence, reason: FinishReason) -> None:
         self._slots[slot] = None
+        self._bequeath(slot, sequence)
         self._runner.table.release(slot)
         self._events.append(Finished(sequence.ticket, sequence.complete(reason, time.perf_counter())))
+
+    def _bequeath(self, slot: int, sequence: Sequence) -> None:
+        """Somebody who waited for this prompt's copy, or to begin with it, takes what is there."""
+        if sequence.prompt_version != self._version or not sequence.cached:
+            return
+        for other, heir in enumerate(self._slots):
+            if heir is not None and heir.prompt_key == sequence.prompt_key and heir.cached == 0:
+                heir.cached = min(sequence.cached, heir.prompt - 1)
+                heir.prompt_version = sequence.prompt_version
+                self._runner.table.release(other)
+                self._runner.table.move(slot, other)
+                return
 
     def _flush(self) -> None:
         if self._events:

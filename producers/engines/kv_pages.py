@@ -14,6 +14,8 @@ import torch
 
 PAGE = 32
 """Tokens of a page: the fastest for batched products on a CPU among 16, 32 and 64."""
+AT_ONCE = 1 << 20
+"""Bytes of a copy that are on their way together."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,6 +42,11 @@ class PageTable:
             heapq.heappush(self._free, int(page))
         self.counts_S[slot] = 0
 
+    def move(self, slot: int, target: int) -> None:
+        """Give all pages of `slot` to `target`, which has none."""
+        self.table_SM[target], self.counts_S[target] = self.table_SM[slot], self.counts_S[slot]
+        self.counts_S[slot] = 0
+
     def held(self, slot: int) -> Ints:
         """The pages of `slot`, in the order of its tokens."""
         return self.table_SM[slot, : self.counts_S[slot]]
@@ -54,6 +61,8 @@ class PagePool:
         self.kv_heads = kv_heads
         # Zeros, not garbage: what masked positions hold is multiplied by zero, and must be finite.
         self.memory = torch.zeros(layers, 2, pages, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        self._page_bytes = self.memory[0, :, 0].nbytes
+        """Of one layer."""
         self._layers = [(self.memory[layer, 0], self.memory[layer, 1]) for layer in range(layers)]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +75,9 @@ class PagePool:
         return ((pages_T[:, None] * self.kv_heads + heads) * PAGE + offsets_T[:, None]).reshape(-1)
 
     def copy(self, source: Ints, target: Ints) -> None:
-        """Copy whole pages, all layers, keys and values."""
-        device = self.memory.device
-        pages = self.memory.index_select(2, torch.as_tensor(source, device=device))
-        self.memory.index_copy_(2, torch.as_tensor(target, device=device), pages)
+        """Copy whole pages, all layers, keys and values; some layers at a time, which the CPU's cache holds."""
+        device, step = self.memory.device, max(1, AT_ONCE // (self._page_bytes * len(source)))
+        from_P, to_P = torch.as_tensor(source, device=device), torch.as_tensor(target, device=device)
+        for layer in range(0, len(self.memory), step):
+            part = self.memory[layer : layer + step]
+            part.index_copy_(2, to_P, part.index_select(2, from_P))

@@ -41,6 +41,7 @@ class ModelRunner:
             device=self._device,
         )
         memory = self._pool.memory
+        self.wide_context = _wide_context(model, config)
         self.kv_bytes_per_token = memory.nbytes // (memory.shape[2] * memory.shape[4])
 
     def copy_prompt(self, copy: Copy) -> None:
@@ -76,6 +77,17 @@ class ModelRunner:
 
     def _tensor(self, values: Ints) -> torch.Tensor:
         return torch.as_tensor(np.ascontiguousarray(values), device=self._device)
+
+
+def _wide_context(model: Any, config: Any) -> int:
+    """The context, in tokens, whose attention costs a prompt's token as much as all else, by arithmetic.
+
+    Attention's products, with the softmax between them, run at about half the rate of the others.
+    """
+    linear = sum(one.numel() for one in model.parameters()) - model.get_input_embeddings().weight.numel()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return max(1, int(linear // (4 * config.num_hidden_layers * width)))
 
 
 def _check(model: Any, config: Any, context_length: int) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from broker.messages import FinishReason
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, Progress, Request
+from producers.engines.pace import Budget
 from producers.engines.slot_attention import Chunk
 from producers.engines.spans import SpanRecorder
 
@@ -103,6 +104,8 @@ class StepPlan:
     """Prompt tokens of the chunks that were never in the cache."""
     recomputed: int
     """Tokens of the chunks that were, before a commit emptied it."""
+    work: float = 0.0
+    """What prompts add to the step, as `producers/engines/pace.py` counts it."""
 
     @property
     def empty(self) -> bool:
@@ -116,47 +119,86 @@ class StepPlan:
         return "recompute" if self.recomputed else "prefill"
 
 
-def plan_step(slots: Listed[Sequence | None], version: PolicyVersion, budget: int) -> StepPlan:
-    """What the next step computes: one token for each slot that decodes, and up to `budget` tokens of the others.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Want:
+    """A sequence that could go on in this step, with `count` tokens after `start` cached ones."""
 
-    Sequences are served in order of arrival, be it that their prompt is new or that a commit emptied their cache. A
-    prompt that another slot holds under this version is copied; one that another slot is just computing under it waits
-    for the copy. So a group's prompt is computed once.
+    sequence: Sequence
+    slot: int
+    start: int
+    count: int
+    source: int | None
+    """The slot whose prompt is copied before, so that there are `start` tokens."""
+
+
+def plan_step(
+    slots: Listed[Sequence | None], version: PolicyVersion, budget: Budget, *, shortest_first: bool = False
+) -> StepPlan:
+    """What the next step computes: one token for each slot that decodes, and what `budget` allows of the others.
+
+    Those are served in order of arrival, be it that their prompt is new or that a commit emptied their cache; or those
+    first that need least. A prompt that another slot holds under this version is copied; one that another slot is just
+    computing under it waits for the copy. So a group's prompt is computed once.
     """
-    copies, decode, chunks, begins = [], [], [], []
-    prefilled = recomputed = 0
+    wants = _wants(slots, version)
+    moving = []
+    for want in wants:
+        if want.count == 1 and (want.source is None or budget.fits(want.start)):
+            moving.append(want)
+            if want.source is not None:
+                budget.copy(want.start)
+    decode = sorted(want.slot for want in moving)
+    chunks, prefilled, recomputed = [], 0, 0
+    longer = [want for want in wants if want.count > 1]
+    for want in sorted(longer, key=lambda want: want.count) if shortest_first else longer:
+        count = budget.chunk(want.start, want.count)
+        if not count:
+            continue
+        if want.source is not None:
+            budget.copy(want.start)
+        moving.append(want)
+        chunks.append(Chunk(want.slot, want.start, count))
+        end, sequence = want.start + count, want.sequence
+        again = max(0, min(end, sequence.outdated) - want.start)
+        recomputed += again
+        prefilled += max(0, min(end, sequence.prompt) - want.start - again)
+    return StepPlan(
+        copies=tuple(Copy(want.source, want.slot, want.start) for want in moving if want.source is not None),
+        decode=tuple(decode),
+        chunks=tuple(chunks),
+        begins=tuple(want.slot for want in moving if want.sequence.cached == 0),
+        prefilled=prefilled,
+        recomputed=recomputed,
+        work=budget.spent,
+    )
+
+
+def _wants(slots: Listed[Sequence | None], version: PolicyVersion) -> list[_Want]:
+    """Who could go on, in order of arrival; all but those that wait for a prompt that another slot computes."""
+    occupied = sorted(
+        ((sequence, slot) for slot, sequence in enumerate(slots) if sequence is not None),
+        key=lambda pair: pair[0].ticket,
+    )
     prompts: dict[bytes, int] = {}
     """Prompts that are, or are just being, computed under this version, and where."""
-    for slot, sequence in enumerate(slots):
-        if sequence is not None and sequence.cached > 0 and sequence.prompt_version == version:
-            prompts.setdefault(sequence.prompt_key, slot)
-    occupied = [(sequence, slot) for slot, sequence in enumerate(slots) if sequence is not None]
-    for sequence, slot in sorted(occupied, key=lambda pair: pair[0].ticket):
-        start = sequence.cached
-        source = prompts.get(sequence.prompt_key) if start == 0 and sequence.prompt > 1 else None
-        if source is not None:
+    for sequence, slot in occupied:
+        if sequence.cached > 0 and sequence.prompt_version == version:
+            holder = slots[prompts.setdefault(sequence.prompt_key, slot)]
+            assert holder is not None
+            if sequence.cached > holder.cached:
+                prompts[sequence.prompt_key] = slot
+    wants = []
+    for sequence, slot in occupied:
+        start, source = sequence.cached, None
+        if start == 0 and sequence.prompt > 1:
+            source = prompts.setdefault(sequence.prompt_key, slot)
             holder = slots[source]
             assert holder is not None
-            if holder.cached < sequence.prompt - 1:
+            if source == slot:
+                source = None
+            elif holder.cached < sequence.prompt - 1:
                 continue
-            start = sequence.prompt - 1
-        pending = sequence.pending + sequence.cached - start
-        if pending == 1:
-            decode.append(slot)
-        elif budget > 0:
-            chunk = Chunk(slot, start, min(pending, budget))
-            budget -= chunk.count
-            chunks.append(chunk)
-            again = max(0, min(start + chunk.count, sequence.outdated) - start)
-            recomputed += again
-            prefilled += max(0, min(start + chunk.count, sequence.prompt) - start - again)
-        else:
-            continue
-        if source is not None:
-            copies.append(Copy(source, slot, start))
-        if sequence.cached == 0:
-            begins.append(slot)
-            prompts.setdefault(sequence.prompt_key, slot)
-    return StepPlan(
-        tuple(copies), tuple(sorted(decode)), tuple(chunks), tuple(begins), prefilled=prefilled, recomputed=recomputed
-    )
+            else:
+                start = sequence.prompt - 1
+        wants.append(_Want(sequence, slot, start, sequence.pending + sequence.cached - start, source))
+    return wants

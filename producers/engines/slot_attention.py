@@ -24,6 +24,8 @@ SUM, MAXIMUM = 0, 2
 """Modes of `torch.embedding_bag`."""
 ROUND_PAGES = 8
 """N is rounded up to a multiple: each new shape costs a kernel generation."""
+MOST_READ = 2
+"""Pages that decoding rows read at most, over those that they use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ class DecodePages:
 
     count: int
     """N: pages of the pool up to the last one in use. Pages of no row in between are read and not used."""
+    gathered_N: torch.Tensor | None
+    """Where those would be more than the others, as beside a long prompt that is only begun: the pages themselves, row
+    by row, which are copied together. N is their number then, and they are named by their place here.
+    """
     row_of_page_N: torch.Tensor
     bias_N1P: torch.Tensor
     """float32: 0 where the page's token is in the row's context, else -inf."""
@@ -72,11 +78,12 @@ class PartOfPrompt:
 
     begin: int
     count: int
-    context: int
     pages: torch.Tensor
-    """Pages that hold its context."""
-    bias_CL: torch.Tensor
-    """float32: 0 where a token of the chunk sees a token of the context, else -inf."""
+    """Pages that hold its context of L tokens, the last one whole: of the first key-value head, then of the next, in a
+    pool seen as [pages * K].
+    """
+    bias_CX: torch.Tensor
+    """float32: 0 where a token of the chunk sees one of the last X, which begin with the chunk, else -inf."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +112,7 @@ def plan_attention(
     decode = _decode_pages(table, decode_slots_B, lengths_B, device) if len(decode_slots_B) else None
     begins = len(decode_slots_B) + np.cumsum([0, *(chunk.count for chunk in chunks)])
     placed = list(zip(chunks, begins.tolist(), strict=False))
-    parts = [_part_of_prompt(table, chunk, begin, device) for chunk, begin in placed if chunk.start > 0]
+    parts = [_part_of_prompt(pool, table, chunk, begin) for chunk, begin in placed if chunk.start > 0]
     rows = torch.as_tensor(write_rows, device=device)
     wholes = _whole_prompts(placed, device)
     return StepAttention(pool, len(decode_slots_B), rows, decode, wholes, tuple(parts))
@@ -149,7 +156,7 @@ def slot_attention(
         _attend_whole(q_THD, k_TKD, v_TKD, whole, out_THD)
     for part in step.parts:
         span = slice(part.begin, part.begin + part.count)
-        out_THD[span] = _attend_part(q_THD[span], _gather(k_pages, part), _gather(v_pages, part), part.bias_CL)
+        out_THD[span] = _attend_part(q_THD[span], _gather(k_pages, part), _gather(v_pages, part), part.bias_CX)
     return out_THD[None], None
 
 
@@ -158,16 +165,21 @@ def _attend_pages(
 ) -> torch.Tensor:
     """[B, H, D]: softmax-weighted values, with each page's part rescaled to its row's maximum."""
     count, (rows, heads, dim), kv_heads = pages.count, q_BHD.shape, k_pages.shape[1]
+    k_NKPD, v_NKPD = _read(k_pages, pages), _read(v_pages, pages)
     q_XGD = q_BHD.index_select(0, pages.row_of_page_N).view(count * kv_heads, -1, dim)
-    k_XPD = k_pages[:count].view(-1, PAGE, dim)
+    k_XPD = k_NKPD.view(-1, PAGE, dim)
     scores_NHP = torch.bmm(q_XGD, k_XPD.transpose(1, 2)).view(count, heads, PAGE) + pages.bias_N1P
     peak_BH = _by_row(scores_NHP.amax(dim=-1), pages, MAXIMUM)
     weights_NHP = scores_NHP.sub_(peak_BH.index_select(0, pages.row_of_page_N)[:, :, None]).exp_()
     total_BH = _by_row(weights_NHP.sum(dim=-1), pages, SUM)
     weights_XGP = weights_NHP.to(v_pages.dtype).view(count * kv_heads, -1, PAGE)
-    parts_NR = torch.bmm(weights_XGP, v_pages[:count].view(-1, PAGE, dim)).view(count, heads * dim)
+    parts_NR = torch.bmm(weights_XGP, v_NKPD.view(-1, PAGE, dim)).view(count, heads * dim)
     sums_BHD = _by_row(parts_NR, pages, SUM).view(rows, heads, dim)
     return (sums_BHD / total_BH[:, :, None]).to(q_BHD.dtype)
+
+
+def _read(held: torch.Tensor, pages: DecodePages) -> torch.Tensor:
+    return held[: pages.count] if pages.gathered_N is None else held.index_select(0, pages.gathered_N)
 
 
 def _by_row(parts_NX: torch.Tensor, pages: DecodePages, mode: int) -> torch.Tensor:
@@ -192,31 +204,41 @@ def _attend_whole(
     out_THD.index_copy_(0, whole.targets, out_XHD.index_select(0, whole.kept))
 
 
-def _attend_part(q_CHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, bias_CL: torch.Tensor) -> torch.Tensor:
-    """[C, H, D]: heads that share keys are rows of one masked product."""
+def _attend_part(q_CHD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, bias_CX: torch.Tensor) -> torch.Tensor:
+    """[C, H, D]: heads that share keys are rows of one product, whose last X columns are masked.
+
+    The softmax of a narrow type computes in float32 and rounds its result, as weights are rounded anyway; nothing
+    as large as the scores is made beside them.
+    """
     count, heads, dim = q_CHD.shape
-    context, kv_heads = k_LKD.shape[:2]
+    kv_heads, context = k_KLD.shape[:2]
     q_KRD = q_CHD.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-    scores_KRL = torch.bmm(q_KRD, k_LKD.permute(1, 2, 0))
-    scores_KGCL = scores_KRL.view(kv_heads, -1, count, context) + bias_CL
-    weights_KRL = scores_KGCL.softmax(dim=-1, dtype=torch.float32).to(v_LKD.dtype).view(kv_heads, -1, context)
-    out_KRD = torch.bmm(weights_KRL, v_LKD.transpose(0, 1))
+    scores_KRL = torch.bmm(q_KRD, k_KLD.transpose(1, 2))
+    scores_KRL.view(kv_heads, -1, count, context)[..., context - bias_CX.shape[1] :] += bias_CX
+    weights_KRL = scores_KRL.softmax(dim=-1).to(v_KLD.dtype)
+    out_KRD = torch.bmm(weights_KRL, v_KLD)
     return out_KRD.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
 
 
 def _gather(pages: torch.Tensor, chunk: PartOfPrompt) -> torch.Tensor:
-    """The context of a chunk from its pages: [L, K, D]."""
-    held = pages.index_select(0, chunk.pages).transpose(1, 2)
-    return held.reshape(-1, held.shape[2], held.shape[3])[: chunk.context]
+    """The context of a chunk from its pages: [K, L, D]. Whole pages: products of what is cut off would copy it."""
+    _, kv_heads, _, dim = pages.shape
+    return pages.view(-1, PAGE, dim).index_select(0, chunk.pages).view(kv_heads, -1, dim)
 
 
 def _decode_pages(table: PageTable, slots_B: Ints, lengths_B: Ints, device: torch.device) -> DecodePages:
     counts_B = table.counts_S[slots_B]
     rows = np.repeat(np.arange(len(slots_B)), counts_B)
     order = np.arange(len(rows)) - np.repeat(np.cumsum(counts_B) - counts_B, counts_B)
-    pages = table.table_SM[slots_B[rows], order]
-    used = int(pages.max()) + 1
-    count = min(-(-used // ROUND_PAGES) * ROUND_PAGES, table.pages)
+    held = table.table_SM[slots_B[rows], order]
+    pages, used = held, int(held.max()) + 1
+    gathered_N = None
+    if used > MOST_READ * len(held):
+        pages, used = np.arange(len(held)), len(held)
+        gathered_N = torch.as_tensor(np.pad(held, (0, -len(held) % ROUND_PAGES)), device=device)
+    count = -(-used // ROUND_PAGES) * ROUND_PAGES
+    if gathered_N is None:
+        count = min(count, table.pages)
     row_of_page_N = np.zeros(count, np.int64)
     row_of_page_N[pages] = rows
     valid_N = np.zeros(count, np.int64)
@@ -224,6 +246,7 @@ def _decode_pages(table: PageTable, slots_B: Ints, lengths_B: Ints, device: torc
     bias_NP = np.where(np.arange(PAGE) < valid_N[:, None], np.float32(0), np.float32(-np.inf))
     return DecodePages(
         count=count,
+        gathered_N=gathered_N,
         row_of_page_N=torch.as_tensor(row_of_page_N, device=device),
         bias_N1P=torch.as_tensor(bias_NP, device=device)[:, None, :],
         pages_by_row=torch.as_tensor(pages, device=device),
@@ -258,13 +281,15 @@ def _whole_prompts(placed: list[tuple[Chunk, int]], device: torch.device) -> tup
     return tuple(wholes)
 
 
-def _part_of_prompt(table: PageTable, chunk: Chunk, begin: int, device: torch.device) -> PartOfPrompt:
-    context = chunk.start + chunk.count
-    pages = torch.as_tensor(table.held(chunk.slot)[: -(-context // PAGE)], device=device)
-    return PartOfPrompt(begin, chunk.count, context, pages, _causal(chunk.count, context, device))
+def _part_of_prompt(pool: PagePool, table: PageTable, chunk: Chunk, begin: int) -> PartOfPrompt:
+    device = pool.memory.device
+    held = table.held(chunk.slot)[: -(-(chunk.start + chunk.count) // PAGE)]
+    pages = (held * pool.kv_heads + np.arange(pool.kv_heads)[:, None]).reshape(-1)
+    bias_CX = _causal(chunk.count, len(held) * PAGE - chunk.start, device)
+    return PartOfPrompt(begin, chunk.count, torch.as_tensor(pages, device=device), bias_CX)
 
 
-def _causal(count: int, context: int, device: torch.device) -> torch.Tensor:
-    """[count, context]: the last `count` tokens of a context see what is before them, and themselves."""
-    sees = torch.ones(count, context, dtype=torch.bool, device=device).tril(context - count)
-    return torch.zeros(count, context, device=device).masked_fill_(~sees, float("-inf"))
+def _causal(count: int, width: int, device: torch.device) -> torch.Tensor:
+    """[count, width]: each of `count` tokens sees, of `width` that begin with them, those before it and itself."""
+    sees = torch.ones(count, width, dtype=torch.bool, device=device).tril()
+    return torch.zeros(count, width, device=device).masked_fill_(~sees, float("-inf"))

@@ -51,17 +51,21 @@ class TorchEngine:
         threads: int = 1,
         seed: int = 0,
         prefill_budget: int = 256,
+        prefill_gap: float = 3.0,
         kv: str = "keep",
         decode: Decode | None = None,
     ) -> None:
-        """`prefill_budget`: tokens of one step at most, beside the one of each sequence that decodes. `kv`: whether a
-        commit has running sequences "keep" their keys and values or "recompute" them. `decode`: token ids to text,
-        for stop strings.
+        """`prefill_budget`: tokens of prompts in one step at most, beside the one of each sequence that decodes.
+        `prefill_gap`: while sequences decode, a step with tokens of prompts takes about as long as so many steps
+        without, as far as was measured, and no longer. `kv`: whether a commit has running sequences "keep" their keys
+        and values or "recompute" them. `decode`: token ids to text, for stop strings.
 
         Raises ModelError or ConfigError for an option out of range.
         """
         if prefill_budget < 1:
             raise ModelError(f"producer.engine_options.prefill_budget = {prefill_budget} must be at least 1")
+        if not prefill_gap > 1:
+            raise ModelError(f"producer.engine_options.prefill_gap = {prefill_gap} must be more than 1")
         self._folder = folder
         self._slots = slots
         self._context_length = context_length
@@ -69,7 +73,7 @@ class TorchEngine:
         self._device = device
         self._threads = threads
         self._seed = seed
-        self._budget = prefill_budget
+        self._budget, self._gap = prefill_budget, prefill_gap
         self._recompute = recomputes(kv)
         self._decode = decode
         self._version: PolicyVersion | None = None
@@ -163,6 +167,7 @@ class TorchEngine:
         from headrace.policy.loading import load_model, model_width
         from headrace.policy.memory import keep_freed_memory
         from producers.engines.model_runner import ModelRunner
+        from producers.engines.pace import Pace
 
         torch.set_num_threads(self._threads)
         keep_freed_memory()
@@ -176,7 +181,7 @@ class TorchEngine:
         self.loop = DecodeLoop(
             self._runner,
             slots=self._slots,
-            budget=self._budget,
+            pace=Pace(self._budget, self._gap, self._runner.wide_context),
             recompute=self._recompute,
             report=self._report,
             lane=self.lane,

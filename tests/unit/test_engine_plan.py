@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.version import PolicyVersion
 from producers.engines.api import Request, SamplingParams
 from producers.engines.kv_pages import PAGE, PageTable
+from producers.engines.pace import Budget
 from producers.engines.seeds import request_seed
 from producers.engines.sequences import Copy, Sequence, plan_step
 from producers.engines.slot_attention import Chunk
@@ -34,32 +35,32 @@ def sequence(
 
 def test_decoding_slots_decode_and_prompts_share_the_budget_in_order_of_arrival() -> None:
     slots = [sequence(7, 10), sequence(2, 6, cached=7, sampled=2, version=V1), None, sequence(3, 6)]
-    plan = plan_step(slots, V1, budget=8)
+    plan = plan_step(slots, V1, Budget(8))
     assert plan.decode == (1,)
     assert plan.chunks == (Chunk(3, 0, 6), Chunk(0, 0, 2))
     assert plan.begins == (3, 0)
     assert plan.phase == "mixed"
-    assert plan_step([slots[0]], V1, budget=0).empty
-    assert plan_step([slots[0]], V1, budget=8).phase == "prefill"
-    assert plan_step([slots[1]], V1, budget=8).phase == "decode"
+    assert plan_step([slots[0]], V1, Budget(0)).empty
+    assert plan_step([slots[0]], V1, Budget(8)).phase == "prefill"
+    assert plan_step([slots[1]], V1, Budget(8)).phase == "decode"
 
 
 def test_a_prompt_goes_on_where_it_was_cut() -> None:
-    plan = plan_step([sequence(1, 10, cached=4, version=V1)], V1, budget=5)
+    plan = plan_step([sequence(1, 10, cached=4, version=V1)], V1, Budget(5))
     assert plan.chunks == (Chunk(0, 4, 5),)
     assert plan.begins == ()
     # One token left is a decoding row: it sees all the others.
-    assert plan_step([sequence(1, 10, cached=9, version=V1)], V1, budget=5).decode == (0,)
+    assert plan_step([sequence(1, 10, cached=9, version=V1)], V1, Budget(5)).decode == (0,)
 
 
 def test_one_of_a_group_is_prefilled_and_the_others_copy_it() -> None:
     prompt = [5, 6, 7, 8]
     group = [sequence(ticket, prompt) for ticket in range(3)]
-    plan = plan_step(group, V1, budget=100)
+    plan = plan_step(group, V1, Budget(100))
     assert (plan.copies, plan.decode, plan.chunks) == ((), (), (Chunk(0, 0, 4),))
     group[0].cached, group[0].prompt_version = 4, V1
     group[0].tokens.append(9)
-    plan = plan_step(group, V1, budget=100)
+    plan = plan_step(group, V1, Budget(100))
     assert plan.copies == (Copy(0, 1, 3), Copy(0, 2, 3))
     assert plan.decode == (0, 1, 2)
     assert plan.chunks == ()
@@ -69,7 +70,7 @@ def test_one_of_a_group_is_prefilled_and_the_others_copy_it() -> None:
 def test_a_prompt_of_an_older_version_is_not_copied() -> None:
     prompt = [5, 6, 7, 8]
     old, new = sequence(0, prompt, cached=6, sampled=3, version=V1), sequence(1, prompt)
-    plan = plan_step([old, new], V2, budget=100)
+    plan = plan_step([old, new], V2, Budget(100))
     assert plan.copies == ()
     assert plan.chunks == (Chunk(1, 0, 4),)
 
@@ -83,7 +84,7 @@ def outdated(ticket: int, prompt: int | list[int], *, cached: int, sampled: int 
 
 def test_an_emptied_cache_is_filled_within_the_budget_in_order_of_arrival() -> None:
     slots = [sequence(8, 5), outdated(2, 6, cached=8, sampled=3), outdated(3, 6, cached=9, sampled=4)]
-    plan = plan_step(slots, V2, budget=12)
+    plan = plan_step(slots, V2, Budget(12))
     assert plan.chunks == (Chunk(1, 0, 9), Chunk(2, 0, 3))
     assert plan.begins == (1, 2)
     assert (plan.decode, plan.phase) == ((), "recompute")
@@ -92,7 +93,7 @@ def test_an_emptied_cache_is_filled_within_the_budget_in_order_of_arrival() -> N
     slots[1].cached, slots[2].cached = 9, 3
     slots[1].tokens.append(9)
     slots[1].prompt_version = slots[2].prompt_version = V2
-    plan = plan_step(slots, V2, budget=12)
+    plan = plan_step(slots, V2, Budget(12))
     assert (plan.decode, plan.chunks, plan.begins, plan.phase) == (
         (1,),
         (Chunk(2, 3, 7), Chunk(0, 0, 5)),
@@ -104,33 +105,33 @@ def test_an_emptied_cache_is_filled_within_the_budget_in_order_of_arrival() -> N
 
 def test_a_prompt_that_was_only_begun_counts_as_computed_again_up_to_there() -> None:
     one = outdated(1, 10, cached=6)
-    plan = plan_step([one], V2, budget=8)
+    plan = plan_step([one], V2, Budget(8))
     assert (plan.chunks, plan.recomputed, plan.prefilled) == ((Chunk(0, 0, 8),), 6, 2)
     one.cached = 4  # another commit comes before the recomputation is through
     one.outdate()
-    assert plan_step([one], V2, budget=8).recomputed == 6
-    assert plan_step([sequence(1, 10)], V2, budget=8).recomputed == 0
+    assert plan_step([one], V2, Budget(8)).recomputed == 6
+    assert plan_step([sequence(1, 10)], V2, Budget(8)).recomputed == 0
 
 
 def test_a_groups_prompt_is_recomputed_once() -> None:
     prompt = [5, 6, 7, 8]
     first, second, third = (outdated(ticket, prompt, cached=6, sampled=3) for ticket in range(3))
-    plan = plan_step([first, second, third], V2, budget=100)
+    plan = plan_step([first, second, third], V2, Budget(100))
     assert (plan.copies, plan.chunks) == ((), (Chunk(0, 0, 7),))
     first.cached, first.prompt_version = 7, V2
     first.tokens.append(9)
-    plan = plan_step([None, second, third, first], V2, budget=6)
+    plan = plan_step([None, second, third, first], V2, Budget(6))
     assert plan.copies == (Copy(3, 1, 3), Copy(3, 2, 3))
     assert plan.chunks == (Chunk(1, 3, 4), Chunk(2, 3, 2))
     assert plan.begins == (1, 2)
     assert (plan.recomputed, plan.prefilled) == (3 + 2, 0)
     # Without budget for what follows it, a prompt is not copied.
-    plan = plan_step([None, second, third, first], V2, budget=4)
+    plan = plan_step([None, second, third, first], V2, Budget(4))
     assert (plan.copies, plan.chunks, plan.begins) == ((Copy(3, 1, 3),), (Chunk(1, 3, 4),), (1,))
 
 
 def test_a_single_token_prompt_just_decodes() -> None:
-    plan = plan_step([sequence(0, [3]), sequence(1, [3])], V1, budget=100)
+    plan = plan_step([sequence(0, [3]), sequence(1, [3])], V1, Budget(100))
     assert (plan.decode, plan.chunks, plan.copies, plan.begins) == ((0, 1), (), (), (0, 1))
 
 
@@ -147,7 +148,7 @@ def test_every_occupied_slot_moves_or_waits_for_a_reason(data: st.DataObject) ->
         if data.draw(st.booleans()):
             one.outdate()
         slots.append(one)
-    plan = plan_step(slots, V1, budget)
+    plan = plan_step(slots, V1, Budget(budget))
     moving = [*plan.decode, *(chunk.slot for chunk in plan.chunks)]
     assert len(moving) == len(set(moving))
     assert sum(chunk.count for chunk in plan.chunks) <= budget
