@@ -50,8 +50,14 @@ async def listed(run_id: str, port: WeightsPort) -> list[dict[str, Any]]:
     return found
 
 
-async def pin(run_id: str, port: WeightsPort, version: PolicyVersion) -> str:
-    """Returns a sentence. Raises WeightError for a version that is not there, Refused for one too many."""
+async def pin(run_id: str, port: WeightsPort, version: PolicyVersion | None) -> str:
+    """Of the newest where `version` is None. Returns a sentence.
+
+    Raises WeightError for a version that is not there or not sealed yet, Refused for one too many.
+    """
+    version = version or await port.head()
+    if version is None:
+        raise WeightError(f"run {run_id} has not published a weight version yet")
     new = version not in await port.pinned()
     await _there(run_id, port, version)
     await port.pin(version)
@@ -93,8 +99,13 @@ def table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 async def _there(run_id: str, port: WeightsPort, version: PolicyVersion) -> None:
-    if _facts(await port.manifest(version), _in_memory(run_id), 0.0)["state"] == "gone":
+    state = _facts(await port.manifest(version), _in_memory(run_id), 0.0)["state"]
+    if state == "gone":
         raise WeightError(f"run {run_id} has no weight version {version} (any more); see `headrace weights list`")
+    if state == "coming":
+        raise WeightError(
+            f"weight version {version} of run {run_id} is still being published; pin it once it is there"
+        )
 
 
 def _facts(data: bytes | None, here: set[tuple[PolicyVersion, int]], now: float) -> dict[str, Any]:

@@ -38,11 +38,14 @@ def list_versions(run: RunOption = None, as_json: JsonOption = False) -> None:
 
 
 @weights_app.command()
-def pin(version: VersionArgument, run: RunOption = None) -> None:
+def pin(
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="As `headrace weights list` names it, or `head`.")],
+    run: RunOption = None,
+) -> None:
     """Keep a version in memory while the run lives."""
     from deploy import weights
 
-    kept = weights.version_of(version)
+    kept = None if version == "head" else weights.version_of(version)
     typer.echo(_of_run(run, lambda run_id, port: weights.pin(run_id, port, kept)))
 
 

@@ -18,6 +18,7 @@ from headrace.config_sources import stored
 from headrace.errors import HeadraceError, Refused, WeightError
 from headrace.hosts import host_name
 from headrace.version import PolicyVersion
+from weightsync.leasing import leased
 
 LONGEST_S = 3600.0
 
@@ -29,21 +30,11 @@ async def export(run_id: str, port: WeightsPort, version: PolicyVersion, out: Pa
     """
     record = await port.record()
     lease_s, holder = stored(record.config).weights.lease_s, f"export-{host_name()}-{os.getpid()}"
-    await port.lease(version, holder, lease_s)
-    try:
+    async with leased(port, version, holder, lease_s):
         manifest = await port.manifest(version)
         if manifest is None:
             raise WeightError(f"run {run_id} has no weight version {version} (any more); see `headrace weights list`")
-        writing = asyncio.create_task(_write(record, manifest, out))
-        try:
-            while not (await asyncio.wait({writing}, timeout=lease_s / 4))[0]:
-                await port.lease(version, holder, lease_s)
-        finally:
-            writing.cancel()
-            await asyncio.wait({writing})
-        writing.result()
-    finally:
-        await port.release(version, holder)
+        await _write(record, manifest, out)
     return out
 
 

@@ -64,7 +64,9 @@ class Service:
     async def sleep(self, seconds: float) -> bool:
         """Wait, but not longer than until the service stops. True when it stops."""
         try:
-            await asyncio.wait_for(self.stopping.wait(), seconds)
+            # Not asyncio.wait_for, which loses a cancellation that comes together with the event (Python 3.11).
+            async with asyncio.timeout(seconds):
+                await self.stopping.wait()
         except TimeoutError:
             return False
         return True

@@ -85,26 +85,6 @@ class Placement:
             yield self._gap[: end - at]
 
 
-def dtype_runs(layout: Layout, part: int, chunk: int) -> list[tuple[int, int, str]]:
-    """Start and end within the chunk, and dtype, of each run of bytes with elements of one dtype.
-
-    Gaps between tensors belong to the run before them; they are zeros.
-    """
-    start, end = chunk_bounds(layout, part)[chunk]
-    marks: list[tuple[int, str]] = []
-    for place, tensor in places(layout, part):
-        if place >= end:
-            break
-        if place <= start:
-            marks = [(start, tensor.dtype)]
-        elif not marks or marks[-1][1] != tensor.dtype:
-            marks.append((place, tensor.dtype))
-    bounds = [*(at for at, _ in marks), end]
-    return [
-        (first - start, last - start, dtype) for (first, last), (_, dtype) in zip(pairwise(bounds), marks, strict=True)
-    ]
-
-
 def tensors_in(layout: Layout, part: int, chunk: int) -> list[TensorSpec]:
     """Tensors that have bytes in this chunk."""
     start, end = chunk_bounds(layout, part)[chunk]

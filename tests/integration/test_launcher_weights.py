@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from tests.support import wait_until
 from tests.tiny import VOCABULARY, tiny_llama
 from tests.weights import flip
 from weightsync.arena import Arena
-from weightsync.manifest import Layout
+from weightsync.manifest import Layout, decode, encode
 from weightsync.publisher import Publisher
 
 
@@ -105,8 +106,9 @@ async def desk(
 
 async def test_a_pinned_version_stays_and_is_exported_bit_by_bit(desk: Desk) -> None:
     assert desk.said("list") == "no weight version was published yet\n"
+    assert desk.refused(WeightError.exit_code, "pin", "head").endswith("has not published a weight version yet")
     kept = await desk.publish(1)
-    assert desk.said("pin", str(kept)).startswith(f"run {desk.run_id} keeps weight version {kept} until")
+    assert desk.said("pin", "head").startswith(f"run {desk.run_id} keeps weight version {kept} until")
     for step in range(2, 6):
         await desk.publish(step)
     rows = json.loads(desk.said("list", "--json"))
@@ -132,6 +134,19 @@ async def test_a_pinned_version_stays_and_is_exported_bit_by_bit(desk: Desk) -> 
     assert desk.refused(WeightError.exit_code, "unpin", str(kept)).endswith(
         "is not pinned; see `headrace weights list`"
     )
+
+
+async def test_a_version_that_is_still_being_published_is_not_pinned(desk: Desk) -> None:
+    """It may be given up, and would then be kept for ever."""
+    data = await desk.port.manifest(await desk.publish(1))
+    assert data is not None
+    sealed = decode(data)
+    coming = sealed.version._replace(step=2)
+    parts = tuple(replace(part, host="elsewhere", digests=()) for part in sealed.parts)
+    begun = replace(sealed, version=coming, sealed=False, sealed_s=0.0, parts=parts)
+    await desk.port.announce(desk.fence, coming, encode(begun))
+    assert "is still being published" in desk.refused(WeightError.exit_code, "pin", str(coming))
+    assert await desk.port.pinned() == set()
 
 
 async def test_what_cannot_be_exported_is_refused_and_leaves_nothing(desk: Desk) -> None:

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync.bulk.deltas import decode_runs, runs_between, runs_of
 from weightsync.manifest import ALIGNMENT, DTYPE_BYTES, Layout, TensorSpec
-from weightsync.placement import Bytes, Placement, dtype_runs, pieces, tensors_in
+from weightsync.placement import Bytes, Placement, pieces, tensors_in
 
 GAP = -1
 layouts = st.builds(
@@ -90,10 +91,12 @@ def test_chunks_name_their_tensors_and_dtypes(layout: Layout) -> None:
     out = np.zeros(layout.nbytes, np.uint8)
     for part in range(layout.parts):
         places = places_of(layout, part)
+        runs_on_wire = runs_of(layout, part)
+        marks = decode_runs(runs_on_wire) if runs_on_wire else []
         for chunk, (start, end) in enumerate(Placement(layout, part, out).bounds):
             owners = [tensor_at(layout, place) for place in places[start:end]]
             assert tensors_in(layout, part, chunk) == [tensor for tensor, _ in groupby(filter(None, owners))]
-            runs = dtype_runs(layout, part, chunk)
+            runs = [*runs_between(marks, start, end)]
             assert [first for first, _, _ in runs] == [0, *(last for _, last, _ in runs[:-1])]
             assert runs[-1][1] == end - start
             assert all(one[2] != next_[2] for one, next_ in pairwise(runs))

@@ -29,18 +29,13 @@ positive = st.floats(1.0, 1e13)
     ],
 )
 def test_the_fewer_seconds(full: float, delta: float, link: float, encode: float, apply: float, expected: str) -> None:
-    assert choose(full, delta, link, encode, apply, same_host=False) == expected
-
-
-@given(full=positive, delta=positive, link=positive, encode=positive, apply=positive)
-def test_never_a_delta_on_one_host(full: float, delta: float, link: float, encode: float, apply: float) -> None:
-    assert choose(full, delta, link, encode, apply, same_host=True) == "raw"
+    assert choose(full, delta, link, encode, apply) == expected
 
 
 @given(full=positive, delta=positive, link=positive, encode=positive, apply=positive)
 def test_a_delta_is_chosen_only_when_it_is_smaller_and_stays_chosen_on_a_slower_link(
     full: float, delta: float, link: float, encode: float, apply: float
 ) -> None:
-    if choose(full, delta, link, encode, apply, same_host=False) == "sparse-ulp":
+    if choose(full, delta, link, encode, apply) == "sparse-ulp":
         assert delta < full
-        assert choose(full, delta, link / 2, encode, apply, same_host=False) == "sparse-ulp"
+        assert choose(full, delta, link / 2, encode, apply) == "sparse-ulp"

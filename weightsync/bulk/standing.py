@@ -76,7 +76,7 @@ class Standing:
                 mean.rate(guess)
                 for mean, guess in ((peer.wire, 0.0), (peer.encoding, math.inf), (self._applying, math.inf))
             )
-        return wire == 0.0 or choose(nbytes, share * nbytes, wire, encoding, applying, same_host=False) != "raw"
+        return wire == 0.0 or choose(nbytes, share * nbytes, wire, encoding, applying) != "raw"
 
     def rate(self, address: str) -> float:
         """Bytes per second of its wire; 0 before the first full chunk."""

@@ -14,10 +14,9 @@ class Codec(Protocol):
     """
 
     name: str
-    needs_base: bool
 
     def encode(self, base: Bytes | None, new: Bytes, dtype: str) -> bytes | memoryview:
-        """What makes `new` out of `base`, which is as long, or None for a codec that needs none.
+        """What makes `new` out of `base`, which is as long, or None for `raw`, which needs none.
 
         A memoryview is of `new` itself. Raises WeightError for arrays that do not fit the dtype or each other.
         """

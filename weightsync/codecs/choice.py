@@ -11,15 +11,12 @@ def choose(
     bytes_per_s: float,
     encode_bytes_per_s: float,
     apply_bytes_per_s: float,
-    same_host: bool,
 ) -> Literal["raw", "sparse-ulp"]:
-    """The codec that takes fewer estimated seconds; on one host always "raw", for there is no wire to save.
+    """The codec that takes fewer estimated seconds. Between hosts: on one there is no wire to save.
 
     `bytes_per_s` is the link; the other two rates are in bytes of the full version (infinite where it costs nothing,
     as encoding does once it is done). All must be positive. The stages are added up as if none overlapped.
     """
-    if same_host:
-        return "raw"
     full_s = full_bytes / bytes_per_s
     delta_s = delta_bytes / bytes_per_s + full_bytes / encode_bytes_per_s + full_bytes / apply_bytes_per_s
     return "sparse-ulp" if delta_s < full_s else "raw"

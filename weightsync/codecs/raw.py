@@ -10,7 +10,6 @@ from weightsync.placement import Bytes
 
 class Raw:
     name = "raw"
-    needs_base = False
 
     def encode(self, base: Bytes | None, new: Bytes, dtype: str) -> memoryview:
         return new.data

@@ -53,8 +53,6 @@ _contexts = _Contexts()
 
 
 class Sparse:
-    needs_base = True
-
     def __init__(self, name: str, *, steps: bool) -> None:
         self.name = name
         self._steps = steps
