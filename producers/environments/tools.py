@@ -115,10 +115,13 @@ class Toolbox:
             given = tool.given(call.arguments)
         except ValueError as error:
             return _failed(call, f"{call.name} does not take these arguments ({error})")
+        left_s = end - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return _failed(call, f"{call.name} was not called: the calls before it took {self._deadline_s:g} s")
         # A task holds its exception as a value, whatever its type.
         task = asyncio.ensure_future(_value(tool.function, given))
         try:
-            await asyncio.wait({task}, timeout=max(0.0, end - asyncio.get_running_loop().time()))
+            await asyncio.wait({task}, timeout=left_s)
         finally:
             late = task.cancel()
         if late:
