@@ -190,11 +190,11 @@ async def gives_up() -> None:
         (ToolCall("adds", {"a": 1}), "Error: adds does not take these arguments (b: Field required)"),
         (
             ToolCall("adds", {"a": "1", "b": 2}),
-            "Error: adds does not take these arguments (a: Input should be a valid i",
+            "Error: adds does not take these arguments (a: Input should be",
         ),
         (
             ToolCall("adds", {"a": 1, "b": 2, "c": 3}),
-            "Error: adds does not take these arguments (c: Extra inputs are no",
+            "Error: adds does not take these arguments (c: Extra inputs are",
         ),
         (ToolCall("adds", {"a": 1.5, "b": True}), "Error: adds does not take these arguments (a: Input should be a va"),
         (ToolCall("divides", {"a": 1, "b": 0}), "Error: divides raised ZeroDivisionError: division by zero"),
@@ -222,9 +222,10 @@ async def test_a_tool_that_hangs_is_left() -> None:
         await asyncio.Event().wait()
 
     calls = [ToolCall("adds", {"a": 1, "b": 2}), ToolCall("waits", {}), ToolCall("adds", {"a": 1, "b": 2})]
-    texts = await results([adds, waits], *calls, deadline_s=0.05)
+    texts = await results([adds, waits], *calls, deadline_s=0.5)
     # All calls of a turn share one deadline.
-    assert texts == ["3", "Error: waits took longer than 0.05 s", "Error: adds took longer than 0.05 s"]
+    assert texts[:2] == ["3", "Error: waits took longer than 0.5 s"]
+    assert texts[2] == "Error: adds was not called: the calls before it took 0.5 s"
     assert await results([hangs], ToolCall("hangs", {}), deadline_s=0.05) == ["Error: hangs took longer than 0.05 s"]
     let_go.set()
     assert await asyncio.to_thread(ended.wait, 30)
@@ -274,11 +275,8 @@ async def test_a_rollout_with_tools_from_text_to_result_and_back() -> None:
     player, _ = player_of(say)
     played = await play(player, Chats(lambda index, seed: ToolUse("1 + 2?", 3, Toolbox([adds]))), TASK, 0)
     turns = played.rollout.turns
-    assert [[call.call_id for call in turn.tool_calls] for turn in turns] == [
-        ["call00000", "call00001"],
-        ["call00002"],
-        [],
-    ]
+    ids = [[call.call_id for call in turn.tool_calls] for turn in turns]
+    assert ids == [["call00000", "call00001"], ["call00002"], []]
     assert turns[1].tool_calls[0].arguments == {"a": 1, "b": 2}
     shown = player.chat.text(played.transcript.token_ids())
     assert "Error: it is not valid JSON" in shown
