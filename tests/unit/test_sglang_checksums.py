@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.version import PolicyVersion
-from producers.engines.sglang.checksums import SAMPLES, ChecksumChecker, RowChecker, checksums_of, comparable, sources
+from producers.engines.sglang.checksums import SAMPLES, ChecksumChecker, RowChecker, checksums_of, made, sources
 from producers.engines.sglang.digesting import sha_64
 from producers.engines.sglang.staged import Staged
 from weightsync.manifest import Layout
@@ -133,7 +133,7 @@ async def test_a_server_that_has_it_has_no_fault(wire: str, kept: str, model: Pa
         server.load(staged)
         checker.prepare(staged)
         assert await checker.fault(server, staged, whole=False) is None
-    assert not checker.uncovered
+    assert not checker.unknown
 
 
 @pytest.mark.parametrize("missing", [spec.name for spec in layout().tensors])
@@ -207,9 +207,8 @@ async def test_of_several_ranks_the_norms_are_compared(model: Path) -> None:
     server, first, second = Server(ranks=2), stage(model, 0), stage(model, 1)
     server.load(first)
     checker = await learned(server)
-    assert checker.what.startswith(
-        "the server's checksums of 2 tensors; 8 cannot be compared (model.embed_tokens.weight"
-    )
+    assert checker.what == "the server's checksums of 2 tensors; 8 of the version's cannot be compared"
+    assert not checker.unknown
     server.load(second)
     assert await checker.fault(server, second, whole=True) is None
     server.load(first)
@@ -228,7 +227,31 @@ def test_what_tensors_are_made_of() -> None:
     ]
     assert sources("model.layers.0.self_attn.qkv_proj.bias", known) == ()
     assert sources("model.layers.0.mlp.experts.w13_weight", known) == ()
-    assert [one.name for one in comparable(layout(), [{"a": "1", "model.norm.weight": "2"}])] == ["model.norm.weight"]
+    assert [one.name for one in made(layout(), ["a", "model.norm.weight"])] == ["model.norm.weight"]
+
+
+async def test_a_tensor_that_the_server_has_under_no_name_is_unknown(model: Path) -> None:
+    server = Server()
+    server.load(stage(model), "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight")
+    checker = await learned(server)
+    assert checker.unknown == ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+
+
+async def test_of_a_pipeline_each_rank_has_its_own(model: Path) -> None:
+    class Pipeline(Server):
+        async def weights_checker(self, *, action: str, skip_tensor_list: Sequence[str]) -> dict[str, Any]:
+            found = checksums_of(await super().weights_checker(action=action, skip_tensor_list=skip_tensor_list))[0]
+            first = {name: value for name, value in found.items() if name != "model.norm.weight"}
+            last = {name: value for name, value in found.items() if name == "model.norm.weight"}
+            return {"ranks": [{"checksums": first}, {"checksums": last}]}
+
+    server, first, second = Pipeline(), stage(model, 0), stage(model, 1)
+    server.load(first)
+    checker = await learned(server)
+    assert not checker.unknown
+    assert await checker.fault(server, first, whole=True) is None
+    server.load(second, "model.norm.weight")
+    assert await checker.fault(server, second, whole=True) is not None
 
 
 @pytest.mark.parametrize("kept", DTYPES)

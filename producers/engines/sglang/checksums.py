@@ -50,6 +50,11 @@ class Checker(Protocol):
         """What it compares, in words, for a log line."""
         ...
 
+    @property
+    def unknown(self) -> Sequence[str]:
+        """Tensors of the wire that the server surely does not load."""
+        ...
+
     def prepare(self, staged: Staged) -> None:
         """What can be computed before the server stands still. Any thread."""
         ...
@@ -95,6 +100,11 @@ class Comparable:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.sources)
 
+    @property
+    def whole(self) -> bool:
+        """Whether every rank of a server has all of it: true of norms."""
+        return len(self.sources) == 1 and len(self.sources[0].shape) == 1 and "norm" in self.name
+
 
 class ChecksumChecker:
     """By the checksums that the server computes."""
@@ -102,22 +112,26 @@ class ChecksumChecker:
     def __init__(self, layout: Layout, ranks: Sequence[Checksums], *, device: str, dtype: str, sample: bool) -> None:
         """`ranks` is what the server answered once: the names of its tensors. `dtype` is the likely one."""
         self._checksum = CHECKSUMS[device]
-        self._found = {found.name: found for found in comparable(layout, ranks)}
+        names = {name: None for rank in ranks for name in rank}
+        made_of = made(layout, names)
+        self._found = {one.name: one for one in made_of if len(ranks) == 1 or one.whole}
         self._forms: dict[str, Form] = {}
         self._dtype = dtype
-        self._names = list(ranks[0])
+        self._names = set(names)
         self._turn = 0
         self._sample = sample
-        covered = {spec.name for found in self._found.values() for spec in found.sources}
-        self.uncovered = [spec.name for spec in layout.tensors if spec.name not in covered]
-        """Of the wire, which no comparable tensor of the server is made of."""
+        loaded = {spec.name for one in made_of for spec in one.sources}
+        compared = {spec.name for one in self._found.values() for spec in one.sources}
+        self.unknown = [spec.name for spec in layout.tensors if spec.name not in loaded]
+        """On the wire, and in no tensor of the server: its loader would pass them over."""
+        self._not_compared = len(layout.tensors) - len(compared)
 
     @property
     def what(self) -> str:
         share = (
             f", an eighth of {len(self._found)} tensors in turn" if self._sample else f" of {len(self._found)} tensors"
         )
-        left = f"; {len(self.uncovered)} cannot be compared ({self.uncovered[0]}, …)" if self.uncovered else ""
+        left = f"; {self._not_compared} of the version's cannot be compared" if self._not_compared else ""
         return f"the server's checksums{share}{left}"
 
     def prepare(self, staged: Staged) -> None:
@@ -127,7 +141,7 @@ class ChecksumChecker:
 
     async def fault(self, client: AsksForWeights, staged: Staged, *, whole: bool) -> str | None:
         due = self._due(whole=whole)
-        skipped = [] if len(due) == len(self._names) else sorted(set(self._names) - due)
+        skipped = sorted(self._names - due)
         ranks = checksums_of(await client.weights_checker(action="checksum", skip_tensor_list=skipped))
         self._turn += 1
         return await asyncio.to_thread(self._compare, staged, ranks, due)
@@ -142,13 +156,16 @@ class ChecksumChecker:
         # The smallest first: it tells the dtype for little.
         names = sorted(due, key=lambda name: self._found[name].nbytes)
         wrong = [
-            name for name in names if not all(self._same(staged, self._found[name], rank.get(name)) for rank in ranks)
+            name
+            for name in names
+            if not self._right(staged, self._found[name], [rank[name] for rank in ranks if name in rank])
         ]
         return _in_words("have other checksums than the staged ones", wrong, len(due))
 
-    def _same(self, staged: Staged, found: Comparable, answered: str | None) -> bool:
-        if answered is None:
-            return False
+    def _right(self, staged: Staged, found: Comparable, answered: Sequence[str]) -> bool:
+        return bool(answered) and all(self._same(staged, found, one) for one in answered)
+
+    def _same(self, staged: Staged, found: Comparable, answered: str) -> bool:
         known = self._forms.get(found.name)
         if known is not None:
             return self._expected(staged, found, known) == answered
@@ -169,6 +186,8 @@ class ChecksumChecker:
 
 class RowChecker:
     """By the first row of each tensor: for a server that computes no checksums."""
+
+    unknown: Sequence[str] = ()
 
     def __init__(self, layout: Layout, why: str, *, sample: bool) -> None:
         self._specs = layout.tensors
@@ -195,13 +214,11 @@ class RowChecker:
         return _in_words("have another first row than the staged ones", wrong, len(specs))
 
 
-def comparable(layout: Layout, ranks: Sequence[Checksums]) -> list[Comparable]:
-    """What of a server's tensors can be compared. With several ranks these are the norms, which each has whole."""
+def made(layout: Layout, names: Iterable[str]) -> list[Comparable]:
+    """Those of a server's tensors of which is known what they are made of."""
     known = {spec.name: spec for spec in layout.tensors}
-    found = [Comparable(name, tuple(known[source] for source in sources(name, known))) for name in ranks[0]]
-    if len(ranks) == 1:
-        return [one for one in found if one.sources]
-    return [one for one in found if one.name in known and "norm" in one.name and len(one.sources[0].shape) == 1]
+    found = [Comparable(name, tuple(known[source] for source in sources(name, known))) for name in names]
+    return [one for one in found if one.sources]
 
 
 def sources(name: str, known: Iterable[str]) -> tuple[str, ...]:

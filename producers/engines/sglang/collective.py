@@ -40,7 +40,7 @@ class CollectiveMeans:
 
     name = "collective"
 
-    def __init__(self, found: Capabilities, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, found: Capabilities, bucket_bytes: int) -> None:
         self._found = found
         self._bucket_bytes = bucket_bytes
         self._group: Group | None = None

@@ -43,6 +43,8 @@ class Way:
 
     touched: bool = False
     """The server may have loaded something."""
+    by_other_means: bool = False
+    """It failed for a reason that other means may not have."""
 
 
 class Means(Protocol):

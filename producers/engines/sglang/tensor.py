@@ -28,7 +28,7 @@ class TensorMeans:
 
     name = "tensor"
 
-    def __init__(self, found: Capabilities, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, found: Capabilities, bucket_bytes: int) -> None:
         self._found = found
         self._bucket_bytes = bucket_bytes
 

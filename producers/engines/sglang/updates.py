@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, WeightError
 from producers.engines.sglang.checksums import Checker, ChecksumChecker, RowChecker, Verify, checksums_of
 from producers.engines.sglang.client import ServerRefused, SglangClient
 from producers.engines.sglang.loading import (
@@ -64,14 +64,19 @@ class Updater:
         *,
         base_s: float = DEADLINE_S,
         slowest: int = SLOWEST,
+        bucket_bytes: int | None = None,
     ) -> None:
-        """`base_s` and `slowest` make the deadline. Raises ConfigError for what the server cannot do."""
+        """`base_s` and `slowest` make the deadline; `bucket_bytes` bounds what "tensor" and "collective" send at once.
+
+        Raises ConfigError for what the server cannot do.
+        """
         refuse_mode(kv, found)
         self._client = client
         self._found = found
         self._kv: KvMode = kv
         self._verify: Verify = verify
         self._base_s, self._slowest = base_s, slowest
+        self._bucket_bytes = bucket_bytes
         self._left = candidates(means, found)
         self._means: Means | None = None
         self._checker: tuple[Layout, Checker] | None = None
@@ -102,10 +107,11 @@ class Updater:
     async def _bring(self, staged: Staged, label: str, *, whole: bool) -> float:
         async with self._lock:
             while True:
+                way = Way()
                 try:
-                    return await self._once(staged, label, whole=whole)
+                    return await self._once(staged, label, way, whole=whole)
                 except UpdateFailed as error:
-                    if error.half_way or len(self._left) == 1:
+                    if error.half_way or not way.by_other_means or len(self._left) == 1:
                         raise
                     await self._next(error)
 
@@ -115,18 +121,19 @@ class Updater:
         failed = self._left.pop(0)
         log.warning('weights come to %s by "%s", not "%s": %s', self._client.url, self._left[0], failed, error)
 
-    async def _once(self, staged: Staged, label: str, *, whole: bool) -> float:
-        way = Way()
+    async def _once(self, staged: Staged, label: str, way: Way, *, whole: bool) -> float:
         seconds = deadline_s(staged.layout, self._base_s, self._slowest)
         async with _failing(way, f"version {label} did not come into {self._client.url}", seconds):
             checker = await self._learn(staged.layout)
-            means = self._means = self._means or _means(self._left[0], self._found)
-            await means.prepare(self._client, staged)
+            means = self._means = self._means or _means(self._left[0], self._found, self._bucket_bytes)
+            with _of_the_means(way):
+                await means.prepare(self._client, staged)
             if checker is not None:
                 await asyncio.to_thread(checker.prepare, staged)
             start = time.perf_counter()
             async with self._paused(way):
-                await means.load(self._client, staged, label, way)
+                with _of_the_means(way):
+                    await means.load(self._client, staged, label, way)
                 await self._compare(checker, staged, whole=whole)
                 await self._flush()
             return time.perf_counter() - start
@@ -164,8 +171,17 @@ class Updater:
         if self._checker is None or self._checker[0] != layout:
             checker = await checker_for(self._client, self._found, layout, self._verify)
             self._checker = layout, checker
+            if checker.unknown and self._verify == "all":
+                raise WeightError(_unknown(checker.unknown))
             log.info('weights come to %s by "%s"; compared: %s', self._client.url, self.means, checker.what)
         return self._checker[1]
+
+
+def _unknown(names: Sequence[str]) -> str:
+    return (
+        f"it has no tensor for {len(names)} of the version's ({names[0]}, …), and would say that it had loaded them; "
+        'serve the same model, or set verify = "sample" where it is known to keep them under other names'
+    )
 
 
 async def checker_for(client: SglangClient, found: Capabilities, layout: Layout, verify: Verify) -> Checker:
@@ -210,16 +226,26 @@ class FolderMeans:
         pass
 
 
-def _means(name: str, found: Capabilities) -> Means:
+def _means(name: str, found: Capabilities, bucket_bytes: int | None) -> Means:
     if name == "folder":
         return FolderMeans(found.load_format)
     if name == "tensor":
-        from producers.engines.sglang.tensor import TensorMeans
+        from producers.engines.sglang import tensor
 
-        return TensorMeans(found)
-    from producers.engines.sglang.collective import CollectiveMeans
+        return tensor.TensorMeans(found, bucket_bytes or tensor.BUCKET_BYTES)
+    from producers.engines.sglang import collective
 
-    return CollectiveMeans(found)
+    return collective.CollectiveMeans(found, bucket_bytes or collective.BUCKET_BYTES)
+
+
+@contextlib.contextmanager
+def _of_the_means(way: Way) -> Iterator[None]:
+    """What fails in here may go by other means, unless the server itself is at its end."""
+    try:
+        yield
+    except (ServerRefused, WeightError):
+        way.by_other_means = True
+        raise
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,185 @@
+"""Weight updates of a real server: each means loads exactly, in each mode, and a run of them loses no request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from producers.engines.sglang.answers import Generated
+from producers.engines.sglang.client import SglangClient
+from producers.engines.sglang.loading import KvMode, MeansName
+from producers.engines.sglang.staged import Staged
+from producers.engines.sglang.updates import Updater, capabilities
+from tests.sglang_weights import PROMPT, assert_serves, body, decoding, expected_logprobs, fresh, logprobs_of, stage
+
+MEANS: tuple[MeansName, ...] = ("folder", "tensor", "collective")
+MODES: tuple[KvMode, ...] = ("keep", "recompute", "resume")
+UPDATES = 30
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def staged(sglang_model: Path, tmp_path: Path) -> Iterator[Staged]:
+    found = fresh(tmp_path, sglang_model)
+    yield found
+    found.close()
+
+
+async def test_what_the_server_says_of_itself(sglang_client: SglangClient) -> None:
+    found = await capabilities(sglang_client)
+    assert (found.version, found.tp_size, found.dtype, found.device) == ("0.5.23", 1, "float32", "cpu")
+    assert not found.overlap_schedule
+    assert found.same_host
+    assert found.sessions
+    assert [found.lacks(means) for means in MEANS] == [None, None, None]
+
+
+@pytest.mark.parametrize("means", MEANS)
+async def test_each_means_loads_exactly_version_after_version(
+    means: MeansName, dtype: str, sglang_client: SglangClient, sglang_model: Path, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    staged = fresh(tmp_path, sglang_model, dtype)
+    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", means)
+    try:
+        with caplog.at_level(logging.INFO):
+            for seed in (1, 2, 3):
+                label = str(stage(staged, seed))
+                paused_s = await updater.update(staged, label)
+                assert 0 < paused_s < 60
+                assert (await sglang_client.model_info())["weight_version"] == label
+                await assert_serves(sglang_client, seed, dtype)
+        said = [record.message for record in caplog.records if "weights come to" in record.message]
+        assert len(said) == 1
+        assert f'by "{means}"; compared: the server\'s checksums of 14 tensors' in said[0]
+    finally:
+        await updater.close()
+        staged.close()
+
+
+@pytest.mark.parametrize("means", ["tensor", "collective"])
+async def test_small_buckets_load_the_same_and_the_label_goes_with_the_last(
+    means: MeansName, sglang_client: SglangClient, staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str | None] = []
+    route = "update_weights_from_distributed" if means == "collective" else "update_weights_from_tensor"
+    real = getattr(sglang_client, route)
+
+    async def watched(**fields: object) -> object:
+        labels.append(fields["weight_version"])  # type: ignore[arg-type]
+        return await real(**fields)
+
+    monkeypatch.setattr(sglang_client, route, watched)
+    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", means, bucket_bytes=40_000)
+    try:
+        label = str(stage(staged, 4))
+        await updater.update(staged, label)
+        assert len(labels) > 5
+        assert labels == [None] * (len(labels) - 1) + [label]
+        await assert_serves(sglang_client, 4)
+    finally:
+        await updater.close()
+
+
+@pytest.mark.parametrize("verify", ["sample", "off"])
+async def test_less_may_be_compared(verify: str, sglang_client: SglangClient, staged: Staged) -> None:
+    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", "folder", verify)  # type: ignore[arg-type]
+    for seed in (1, 2, 3):
+        await updater.update(staged, str(stage(staged, seed)))
+        await assert_serves(sglang_client, seed)
+
+
+async def test_what_one_means_cannot_another_does(
+    sglang_client: SglangClient, staged: Staged, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await capabilities(sglang_client)
+    real = sglang_client.update_weights_from_disk
+
+    async def elsewhere(*, model_path: str, **fields: object) -> object:
+        return await real(model_path=f"{model_path}-not-there", **fields)  # type: ignore[arg-type]
+
+    # As for a server in a container that does not share this memory.
+    monkeypatch.setattr(sglang_client, "update_weights_from_disk", elsewhere)
+    updater = Updater(sglang_client, found, "recompute", "auto")
+    try:
+        await updater.update(staged, str(stage(staged, 5)))
+        await assert_serves(sglang_client, 5)
+        assert updater.means == "collective"
+        assert 'by "collective", not "folder": version 1.5 did not come into' in caplog.text
+    finally:
+        await updater.close()
+
+
+@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("kv", MODES)
+async def test_thirty_updates_in_flight_lose_no_request(
+    kv: KvMode, means: MeansName, sglang_client: SglangClient, staged: Staged
+) -> None:
+    if means != "folder" and kv != "recompute":
+        pytest.skip("pausing is the same by any means")
+    updater = Updater(sglang_client, await capabilities(sglang_client), kv, means)
+    count, tokens = 4, 300
+    try:
+        await updater.update(staged, str(stage(staged, 0)))
+        async with decoding(sglang_client, count, tokens) as begun:
+            requests = begun
+            for at in range(1, UPDATES + 1):
+                await updater.update(staged, str(stage(staged, at % 6)))
+                if kv == "resume":
+                    requests = await resumed(sglang_client, requests, tokens, at)
+            answers = await asyncio.gather(*requests)
+        for answer in answers:
+            assert answer.meta_info.finish_reason is not None
+            assert answer.meta_info.finish_reason.type == "length"
+            assert np.isfinite(logprobs_of(answer)).all()
+        if kv != "resume":
+            assert [len(answer.output_ids) for answer in answers] == [tokens] * count
+            versions = {span.version for answer in answers for span in answer.meta_info.weight_versions or ()}
+            assert len(versions) > 1, "no update met a running request"
+    finally:
+        await updater.close()
+
+
+async def resumed(
+    client: SglangClient, requests: list[asyncio.Task[Generated]], tokens: int, at: int
+) -> list[asyncio.Task[Generated]]:
+    """What was aborted is asked for again with the tokens that it has; what ended in time stays as it is."""
+    again = []
+    for number, request in enumerate(requests):
+        if not request.done():
+            again.append(request)
+            continue
+        answer = request.result()
+        reason = answer.meta_info.finish_reason
+        if reason is None or reason.type != "abort":
+            again.append(request)
+            continue
+        prompt = [*PROMPT, number, *answer.output_ids]
+        left = max(1, tokens - len(answer.output_ids))
+        again.append(asyncio.ensure_future(client.generate(body(left, f"again-{at}-{number}", prompt, 1.0))))
+    return again
+
+
+async def test_recomputed_keys_and_values_are_of_the_new_weights(sglang_client: SglangClient, staged: Staged) -> None:
+    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", "folder")
+    await updater.update(staged, str(stage(staged, 1)))
+    async with decoding(sglang_client, 2, 200) as requests:
+        await updater.update(staged, str(stage(staged, 2)))
+        answers = await asyncio.gather(*requests)
+    for number, answer in enumerate(answers):
+        spans = answer.meta_info.weight_versions
+        assert spans is not None
+        assert [span.version for span in spans] == ["1.1", "1.2"]
+        logprobs = logprobs_of(answer)
+        for span, seed in zip(spans, (1, 2), strict=True):
+            right = expected_logprobs(seed, [*PROMPT, number], answer.output_ids)[span.start : span.end]
+            assert np.abs(logprobs[span.start : span.end] - right).max() < 1e-3
