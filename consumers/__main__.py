@@ -38,8 +38,8 @@ async def start(service: Service, told: Invocation) -> None:
     labels = {environment.called for environment in config.environments}
     progress = Progress(parts.folder, lane, metrics, taken.fence.incarnation, labels)
     loops = TrainerLoops(service, port, parts, publisher, progress)
-    endpoint = Endpoint(metrics, loops.health)
-    loops.metrics_url = await endpoint.start(config.telemetry.host, told.metrics_port)
+    endpoint = Endpoint(metrics, loops.health, told.metrics_token)
+    loops.metrics_url = await endpoint.start(told.metrics_host or config.telemetry.host, told.metrics_port)
 
     async def trains() -> None:
         try:

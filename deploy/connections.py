@@ -13,9 +13,15 @@ from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
 from headrace.config import BrokerConfig
 from headrace.config_sources import resolve
 from headrace.errors import ConfigError
+from headrace.secret import secret
 
 NAME_OF_URL = "HEADRACE_REDIS_URL"
 NAME_OF_RUN = "HEADRACE_RUN"
+
+
+def told_url() -> str | None:
+    """The broker that the environment names, by itself or in a file; None where it names none. Raises ConfigError."""
+    return secret(NAME_OF_URL, os.environ) or None
 
 
 def runs_folder() -> Path:
@@ -66,7 +72,7 @@ async def connect(url: str, run_id: str, config: BrokerConfig) -> tuple[Runs, Op
 @asynccontextmanager
 async def open_runs() -> AsyncIterator[Runs | None]:
     """The runs of the broker that the environment names; None where it names none."""
-    url = os.environ.get(NAME_OF_URL)
+    url = told_url()
     if not url:
         yield None
         return
@@ -82,7 +88,7 @@ async def open_runs() -> AsyncIterator[Runs | None]:
 async def open_operator(run: str | None) -> AsyncIterator[tuple[str, Run]]:
     """The id and port of the run that is meant. Raises ConfigError, BrokerUnavailable, Refused."""
     run = named(run)
-    if url := os.environ.get(NAME_OF_URL):
+    if url := told_url():
         run = run or await _only_run(url)
     else:
         connection = local_connection(run)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from broker.api import OperatorPort, Order, Peer
-from deploy.connections import local_connection, open_operator, runs_folder
+from deploy.connections import local_connection, open_operator, runs_folder, told_url
 from deploy.run_folder import Connection, RunFolder
 from headrace.errors import BrokerError, ServiceError, WeightError
 from headrace.version import PolicyVersion
@@ -78,7 +78,7 @@ def _mark() -> str:
 
 async def stop(run: str | None, patience_s: float) -> str:
     """End a run: ask, wait, then force. Returns what happened."""
-    if os.environ.get("HEADRACE_REDIS_URL"):
+    if told_url():
         return await _stop_remote(run, patience_s)
     connection = local_connection(run)
     folder = RunFolder(runs_folder() / connection.run_id)

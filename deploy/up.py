@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy.connections import NAME_OF_URL, connect
+from deploy.connections import connect, told_url
 from deploy.launcher import Launcher
 from deploy.plan import Plan, Wish, make_plan
 from deploy.redis_server import RedisServer
@@ -35,7 +35,7 @@ def up(wish: Wish) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(soft_wrap=True, highlight=False)
     console.print("looking at model and environments", style="dim")
-    plan = make_plan(wish, os.environ, datetime.now(), os.environ.get(NAME_OF_URL))
+    plan = make_plan(wish, os.environ, datetime.now(), told_url())
     _log_to(plan.folder.log("launcher"))
     with ExitStack() as stack:
         stack.callback(plan.folder.unlock)
@@ -58,7 +58,7 @@ def _log_to(file: Path) -> None:
 
 def _broker(plan: Plan, stack: ExitStack) -> tuple[RedisServer | None, str]:
     """The broker that the environment names, else one of the run's own."""
-    if url := os.environ.get(NAME_OF_URL):
+    if url := told_url():
         return None, url
     redis = RedisServer(plan.folder.redis_folder, plan.folder.log("redis"))
     stack.callback(redis.stop)

@@ -103,9 +103,7 @@ async def _there(run_id: str, port: WeightsPort, version: PolicyVersion) -> None
     if state == "gone":
         raise WeightError(f"run {run_id} has no weight version {version} (any more); see `headrace weights list`")
     if state == "coming":
-        raise WeightError(
-            f"weight version {version} of run {run_id} is still being published; pin it once it is there"
-        )
+        raise WeightError(f"weight version {version} of run {run_id} is still being published; pin it once it is there")
 
 
 def _facts(data: bytes | None, here: set[tuple[PolicyVersion, int]], now: float) -> dict[str, Any]:

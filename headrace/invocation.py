@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urlsplit
 
 from headrace.errors import ConfigError
+from headrace.secret import secret
 from headrace.service import Service, main
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -20,6 +21,8 @@ _FLAGS = {
     "--redis-url": "redis://host:port without a password (default: $HEADRACE_REDIS_URL, where it may have one)",
     "--run": "the run's id (default: $HEADRACE_RUN)",
     "--name": "of this process, one of its kind in the run (default: $HEADRACE_NAME, or made up)",
+    "--metrics-host": "address of /metrics and /healthz (default: $HEADRACE_METRICS_HOST, or telemetry.host); beyond "
+    "loopback $HEADRACE_METRICS_TOKEN_FILE must name a file with a token",
     "--metrics-port": "of /metrics and /healthz; 0 takes a free one (default: $HEADRACE_METRICS_PORT, or 0)",
 }
 
@@ -32,12 +35,16 @@ class Invocation:
     run_id: str
     name: str
     metrics_port: int = 0
+    metrics_host: str = ""
+    """Empty is that of the run's configuration."""
+    metrics_token: str = field(default="", repr=False)
     resume: bool = False
     """Go on from the newest checkpoint; only the trainer takes it."""
 
     @classmethod
     def of(cls, role: str, flags: Mapping[str, str | bool | None], environ: Mapping[str, str]) -> Invocation:
-        """Flags "redis_url", "run", "name", "metrics_port" go before `HEADRACE_REDIS_URL` and so on.
+        """Flags "redis_url", "run", "name", "metrics_host" and "metrics_port" go before `HEADRACE_REDIS_URL` and so
+        on. Of the URL and of `HEADRACE_METRICS_TOKEN` there may be a file instead, as `secret` says.
 
         Raises ConfigError with what is missing, malformed, or would show a secret to everybody who lists processes.
         """
@@ -49,7 +56,8 @@ class Invocation:
             raise ConfigError(
                 "--redis-url holds a password, which everybody on this machine can read; set HEADRACE_REDIS_URL instead"
             )
-        if not told("redis_url"):
+        url = told("redis_url") or secret("HEADRACE_REDIS_URL", environ)
+        if not url:
             raise ConfigError("HEADRACE_REDIS_URL is not set; it names the run's broker, as redis://host:6379")
         if not told("run"):
             raise ConfigError("no run is named; set HEADRACE_RUN or pass --run")
@@ -62,7 +70,8 @@ class Invocation:
         port = told("metrics_port") or "0"
         if not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"metrics port {port!r} is not a number from 0 to 65535; 0 takes a free one")
-        return cls(told("redis_url"), told("run"), name, int(port), bool(flags.get("resume")))
+        token = secret("HEADRACE_METRICS_TOKEN", environ)
+        return cls(url, told("run"), name, int(port), told("metrics_host"), token, bool(flags.get("resume")))
 
 
 def holds_password(url: str) -> bool:

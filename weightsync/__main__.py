@@ -49,8 +49,8 @@ async def start(service: Service, told: Invocation) -> None:
         arena=arena,
         between=between,
     )
-    endpoint = Endpoint(metrics, weights.health)
-    weights.metrics_url = await endpoint.start(config.telemetry.host, told.metrics_port)
+    endpoint = Endpoint(metrics, weights.health, told.metrics_token)
+    weights.metrics_url = await endpoint.start(told.metrics_host or config.telemetry.host, told.metrics_port)
 
     async def loops() -> None:
         try:

@@ -1,8 +1,10 @@
 """The HTTP endpoint and the journal of a service."""
 
+import asyncio
 import json
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -46,8 +48,65 @@ async def test_a_taken_port_is_one_sentence() -> None:
 
 
 async def test_refuses_to_open_metrics_to_the_network() -> None:
-    with pytest.raises(ServiceError, match="beyond loopback"):
+    with pytest.raises(ServiceError, match=r"beyond loopback.*HEADRACE_METRICS_TOKEN_FILE"):
         await Endpoint(Metrics("r", "s"), dict).start("0.0.0.0", 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [({}, 401), ({"Authorization": "Bearer wrong"}, 401), ({"Authorization": "Bearer t0ken"}, 200)],
+)
+async def test_beyond_loopback_metrics_are_for_who_has_the_token(given: dict[str, str], status: int) -> None:
+    endpoint = Endpoint(Metrics("r", "s"), lambda: {"ok": True}, "t0ken")
+    url = await endpoint.start("0.0.0.0", 0)
+    assert url == f"http://{socket.gethostname()}:{endpoint.port}/metrics", "what other hosts can ask"
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{endpoint.port}", headers=given) as client:
+            async with client.get("/metrics") as response:
+                assert response.status == status
+            async with client.get("/healthz") as response:
+                assert response.status == 200, "health is open"
+    finally:
+        await endpoint.close()
+
+
+async def test_on_loopback_metrics_need_no_token() -> None:
+    endpoint = Endpoint(Metrics("r", "s"), dict, "t0ken")
+    url = await endpoint.start("127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession() as client, client.get(url) as response:
+            assert response.status == 200
+    finally:
+        await endpoint.close()
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+async def test_the_probe_says_what_healthz_says(ok: bool, code: int) -> None:
+    endpoint = Endpoint(Metrics("r", "s"), lambda: {"ok": ok, "why": "disk"})
+    await endpoint.start("127.0.0.1", 0)
+    try:
+        assert await _probe(str(endpoint.port)) == (code, json.dumps({"ok": ok, "why": "disk"}) + "\n")
+    finally:
+        await endpoint.close()
+
+
+async def test_the_probe_of_a_service_that_is_not_there() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code, said = await _probe(str(port))
+    assert (code, said.startswith(f"nothing serves on port {port}: ")) == (1, True)
+    assert (await _probe(""))[0] == 2
+
+
+async def _probe(port: str) -> tuple[int, str]:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "headrace.probe", env={"HEADRACE_METRICS_PORT": port}, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    said, _ = await child.communicate()
+    assert child.returncode is not None
+    return child.returncode, said.decode()
 
 
 def test_a_journal_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

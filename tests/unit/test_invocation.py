@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace.errors import ConfigError
 from headrace.invocation import Invocation, holds_password
+from headrace.secret import secret
 
 ENVIRON = {"HEADRACE_REDIS_URL": "redis://:secret@h:1/0", "HEADRACE_RUN": "r1", "HEADRACE_METRICS_PORT": "9100"}
 
@@ -17,6 +20,36 @@ def test_flags_go_before_the_environment() -> None:
     assert "secret" not in repr(told)
     flags = {"redis_url": "redis://h:2", "run": "r2", "name": "p-1.a", "metrics_port": "0"}
     assert Invocation.of("producer", flags, ENVIRON) == Invocation("redis://h:2", "r2", "p-1.a", 0)
+
+
+def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
+    url, token = tmp_path / "url", tmp_path / "token"
+    url.write_text("redis://:secret@h:1/0\n")
+    token.write_text("t0ken\n")
+    environ = {"HEADRACE_REDIS_URL_FILE": str(url), "HEADRACE_METRICS_TOKEN_FILE": str(token), "HEADRACE_RUN": "r1"}
+    told = Invocation.of("producer", {}, environ)
+    assert (told.url, told.metrics_token) == ("redis://:secret@h:1/0", "t0ken")
+    assert "secret" not in repr(told)
+    assert "t0ken" not in repr(told)
+
+
+@pytest.mark.parametrize(
+    ("content", "also", "sentence"),
+    [
+        (None, {}, "SECRET_FILE names .*, which cannot be read: .*No such file"),
+        (b" \n", {}, "SECRET_FILE names .*, which is empty; write the secret into it"),
+        (b"\xff", {}, "SECRET_FILE names .*, which cannot be read"),
+        (b"x", {"SECRET": "y"}, "SECRET and SECRET_FILE are both set; leave one of them out"),
+    ],
+)
+def test_a_file_without_a_secret_is_one_sentence(
+    content: bytes | None, also: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence):
+        secret("SECRET", {"SECRET_FILE": str(file), **also})
 
 
 @pytest.mark.parametrize(

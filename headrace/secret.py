@@ -1,0 +1,33 @@
+"""Secrets that a process is told: by the environment, or by a file that the environment names.
+
+The file is how containers and orchestrators give them: it stands in no list of processes and in no `inspect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.errors import ConfigError
+
+LONGEST = 64 << 10
+
+
+def secret(name: str, environ: Mapping[str, str]) -> str:
+    """What `name` says, else what the file that `<name>_FILE` names holds, without white space around it; "" for none.
+
+    Raises ConfigError for a file that cannot be read or is empty, and where both are set.
+    """
+    file = environ.get(f"{name}_FILE", "")
+    if not file:
+        return environ.get(name, "")
+    if environ.get(name):
+        raise ConfigError(f"{name} and {name}_FILE are both set; leave one of them out")
+    try:
+        with Path(file).open(encoding="utf-8") as stream:
+            value = stream.read(LONGEST).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}_FILE names {file}, which cannot be read: {error}") from None
+    if not value:
+        raise ConfigError(f"{name}_FILE names {file}, which is empty; write the secret into it")
+    return value
