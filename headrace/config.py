@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -119,6 +120,18 @@ class RewardConfig(Section):
         return self
 
 
+def _check_service(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        named = False
+    if not named:
+        raise ValueError(f"{url!r} names no host; give a reward's service as http://host:port/path")
+    if parts.username is not None:
+        raise ValueError("the URL of a reward may hold no user or password; put a token into a variable, token_env")
+
+
 def _reward_list(given: Any) -> Any:
     """A reward is given by its name, as a table, or as a list of these."""
     if isinstance(given, str):
@@ -174,7 +187,7 @@ class ProducerConfig(Section):
     count: int = Field(1, ge=0, le=1024)
     """Producers that `headrace up` starts on this machine."""
     engine: str = "torch"
-    """"torch", "scripted", or your own as `package.module:object`."""
+    """"torch", "sglang", "scripted", or your own as `package.module:object`."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     slots: int = Field(32, ge=1, le=4096)
     """Sequences decoded together."""

@@ -20,7 +20,7 @@ from headrace.service import Service
 from headrace.telemetry.endpoint import Endpoint
 from headrace.telemetry.metrics import Metrics
 from producers.chat import ByteChat, Chat, TemplateChat
-from producers.engines.api import Engine
+from producers.engines.api import Engine, JoinsRun
 from producers.engines.registry import build_engine
 from producers.environments.api import Environment
 from producers.environments.calls import Calls
@@ -69,7 +69,12 @@ async def _assemble(
     def health() -> dict[str, Any]:
         return {"ok": True, "service": told.name, **(producer.health() if producer else {"phase": "start"})}
 
-    metrics_url = await _serve(Endpoint(metrics, health), config.telemetry.host, told.metrics_port, stack)
+    metrics_url = await _serve(
+        Endpoint(metrics, health, told.metrics_token),
+        told.metrics_host or config.telemetry.host,
+        told.metrics_port,
+        stack,
+    )
     await _join(port, Hello(told.name, SCHEMA, digests, host, os.getpid(), metrics_url))
 
     scorer = _scorer(config)
@@ -77,7 +82,7 @@ async def _assemble(
     scorer.start()
     await set_up(environments, stack)
     chat = await _chat(config, folder)
-    engine = await _engine(config, folder, stack)
+    engine = await _engine(config, folder, stack, told.run_id, record.folder)
     gauges = Gauges(engine, metrics, journal_of(record.folder, told.name))
     stack.callback(gauges.close)
 
@@ -132,8 +137,10 @@ async def _chat(config: Config, folder: Path | None) -> Chat:
     return await asyncio.to_thread(TemplateChat.load, folder, config.model.tool_format)
 
 
-async def _engine(config: Config, folder: Path | None, stack: AsyncExitStack) -> Engine:
+async def _engine(config: Config, folder: Path | None, stack: AsyncExitStack, run_id: str, run_folder: str) -> Engine:
     engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
+    if isinstance(engine, JoinsRun):
+        engine.join_run(run_id, run_folder)
     stack.push_async_callback(engine.close)
     await engine.start()
     return engine

@@ -7,12 +7,23 @@ missing, elsewhere they are skipped.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import torch
 
+from broker.messages import Float32
+from headrace.policy.loading import layout_of
+from producers.engines.api import Engine
 from producers.engines.sglang.launch import LaunchSpec
 from tests.tiny import save_tiny_llama
+from weightsync.manifest import Layout
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
 VENV = ROOT / ".servers" / "sglang"
@@ -48,3 +59,21 @@ def tiny_spec(model: Path, *args: str, logs: Path | None = None) -> LaunchSpec:
 def save_model(folder: Path, seed: int = 0) -> Path:
     """A tiny random Llama with its tokenizer, in float32."""
     return save_tiny_llama(folder, seed)
+
+
+def stage(engine: Engine, model: LlamaForCausalLM) -> None:
+    """Put a model's weights, in float32, where the engine takes its next version from."""
+    layout = Layout.of(layout_of(model, "float32"))
+    out = engine.back_buffer(layout)
+    for spec, (_, parameter) in zip(layout.tensors, model.named_parameters(), strict=True):
+        flat = parameter.detach().float().contiguous().numpy().reshape(-1).view(np.uint8)
+        out[spec.offset : spec.end] = flat
+
+
+def scored(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> Float32:
+    """Log-prob of each of N tokens behind a prompt, by one forward pass."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*prompt, *tokens]])).logits[0].float() / temperature
+    logprobs_TV = torch.log_softmax(logits_TV, -1)
+    places = range(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+    return np.array([float(logprobs_TV[place, token]) for place, token in zip(places, tokens, strict=True)], np.float32)

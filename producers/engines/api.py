@@ -88,6 +88,15 @@ class TellsProgress(Protocol):
         ...
 
 
+@runtime_checkable
+class JoinsRun(Protocol):
+    """What an engine may offer besides, where others can see whose it is."""
+
+    def join_run(self, run_id: str, folder: str) -> None:
+        """Once, before `start`. `folder` is the run's own on this machine, "" where there is none."""
+        ...
+
+
 class Engine(Protocol):
     """One generation engine of one producer process. All methods are called on the event loop's thread."""
 

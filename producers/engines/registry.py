@@ -61,7 +61,28 @@ def _torch(config: Config, model_folder: Path, seed: int) -> Engine:
     )
 
 
-ENGINES: dict[str, Factory] = {"scripted": _scripted, "torch": _torch}
+def _sglang(config: Config, model_folder: Path, seed: int) -> Engine:
+    from headrace.policy.loading import load_tokenizer
+    from producers.engines.sglang.engine import SglangEngine
+    from producers.engines.sglang.options import options_of
+    from producers.engines.sglang.probing import sampling_fault
+
+    sampling = config.sampling
+    if fault := sampling_fault(sampling.temperature, sampling.top_p, sampling.top_k):
+        raise ConfigError(fault)
+    tokenizer = load_tokenizer(model_folder)
+    return SglangEngine(
+        model_folder,
+        options_of(config.producer.engine_options),
+        slots=config.producer.slots,
+        context_length=config.model.context_length,
+        dtype=config.model.dtype,
+        seed=seed,
+        decode=lambda token_ids: str(tokenizer.decode(token_ids)),
+    )
+
+
+ENGINES: dict[str, Factory] = {"scripted": _scripted, "sglang": _sglang, "torch": _torch}
 
 
 def _user_factory(name: str) -> Factory:

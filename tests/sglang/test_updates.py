@@ -15,7 +15,17 @@ from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.loading import KvMode, MeansName
 from producers.engines.sglang.staged import Staged
 from producers.engines.sglang.updates import Updater, capabilities
-from tests.sglang_weights import PROMPT, assert_serves, body, decoding, expected_logprobs, fresh, logprobs_of, stage
+from tests.sglang_weights import (
+    PROMPT,
+    assert_serves,
+    body,
+    decoding,
+    expected_logprobs,
+    fresh,
+    logprobs_of,
+    running,
+    stage,
+)
 
 MEANS: tuple[MeansName, ...] = ("folder", "tensor", "collective")
 MODES: tuple[KvMode, ...] = ("keep", "recompute", "resume")
@@ -119,54 +129,71 @@ async def test_what_one_means_cannot_another_does(
         await updater.close()
 
 
-@pytest.mark.parametrize("means", MEANS)
-@pytest.mark.parametrize("kv", MODES)
+class Flight:
+    """A long request that is asked for again, with the tokens that it has, each time it is aborted."""
+
+    def __init__(self, client: SglangClient, number: int, tokens: int) -> None:
+        self.answers: list[Generated] = []
+        self.aborts = 0
+        self._task = asyncio.ensure_future(self._fly(client, number, tokens))
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for answer in self.answers for token in answer.output_ids]
+
+    async def landed(self) -> None:
+        await self._task
+
+    async def _fly(self, client: SglangClient, number: int, tokens: int) -> None:
+        while (left := tokens - len(self.tokens)) > 0:
+            prompt = [*PROMPT, number, *self.tokens]
+            answer = await client.generate(body(left, f"flight-{number}-{self.aborts}", prompt, 1.0))
+            reason = answer.meta_info.finish_reason
+            assert reason is not None
+            self.answers.append(answer)
+            self.aborts += reason.type == "abort"
+            assert reason.type == "abort" or len(self.tokens) == tokens
+
+
+@pytest.mark.parametrize(
+    ("kv", "means"),
+    [
+        ("keep", "folder"),
+        ("recompute", "folder"),
+        ("resume", "folder"),
+        ("recompute", "tensor"),
+        ("keep", "collective"),
+    ],
+)
 async def test_thirty_updates_in_flight_lose_no_request(
     kv: KvMode, means: MeansName, sglang_client: SglangClient, staged: Staged
 ) -> None:
-    if means != "folder" and kv != "recompute":
-        pytest.skip("pausing is the same by any means")
     updater = Updater(sglang_client, await capabilities(sglang_client), kv, means)
-    count, tokens = 4, 300
+    flights: list[Flight] = []
     try:
-        await updater.update(staged, str(stage(staged, 0)))
-        async with decoding(sglang_client, count, tokens) as begun:
-            requests = begun
-            for at in range(1, UPDATES + 1):
-                await updater.update(staged, str(stage(staged, at % 6)))
-                if kv == "resume":
-                    requests = await resumed(sglang_client, requests, tokens, at)
-            answers = await asyncio.gather(*requests)
-        for answer in answers:
-            assert answer.meta_info.finish_reason is not None
-            assert answer.meta_info.finish_reason.type == "length"
-            assert np.isfinite(logprobs_of(answer)).all()
-        if kv != "resume":
-            assert [len(answer.output_ids) for answer in answers] == [tokens] * count
-            versions = {span.version for answer in answers for span in answer.meta_info.weight_versions or ()}
-            assert len(versions) > 1, "no update met a running request"
+        for at in range(UPDATES):
+            in_flight = [flight for flight in flights if not flight.done]
+            flights += [Flight(sglang_client, len(flights) + new, 200) for new in range(4 - len(in_flight))]
+            await running(sglang_client, 4)
+            await updater.update(staged, str(stage(staged, at)))
+        for flight in flights:
+            await flight.landed()
+        assert [len(flight.tokens) for flight in flights] == [200] * len(flights)
+        assert all(np.isfinite(logprobs_of(answer)).all() for flight in flights for answer in flight.answers)
+        aborts = sum(flight.aborts for flight in flights)
+        assert (aborts > 0) == (kv == "resume")
+        spans = [
+            (flight.answers[0].meta_info.weight_versions or [])
+            + [span for answer in flight.answers[1:] for span in answer.meta_info.weight_versions or ()]
+            for flight in flights
+        ]
+        assert max(len({span.version for span in one}) for one in spans) > 2, "no update met a running request"
     finally:
         await updater.close()
-
-
-async def resumed(
-    client: SglangClient, requests: list[asyncio.Task[Generated]], tokens: int, at: int
-) -> list[asyncio.Task[Generated]]:
-    """What was aborted is asked for again with the tokens that it has; what ended in time stays as it is."""
-    again = []
-    for number, request in enumerate(requests):
-        if not request.done():
-            again.append(request)
-            continue
-        answer = request.result()
-        reason = answer.meta_info.finish_reason
-        if reason is None or reason.type != "abort":
-            again.append(request)
-            continue
-        prompt = [*PROMPT, number, *answer.output_ids]
-        left = max(1, tokens - len(answer.output_ids))
-        again.append(asyncio.ensure_future(client.generate(body(left, f"again-{at}-{number}", prompt, 1.0))))
-    return again
 
 
 async def test_recomputed_keys_and_values_are_of_the_new_weights(sglang_client: SglangClient, staged: Staged) -> None:

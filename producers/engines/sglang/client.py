@@ -109,8 +109,8 @@ class SglangClient:
     ) -> dict[str, Any]:
         """`serialized_named_tensors`: base64, one text per tensor-parallel rank."""
         body = {"serialized_named_tensors": list(serialized_named_tensors), "load_format": load_format}
-        body |= {"weight_version": weight_version, "flush_cache": flush_cache}
-        return await self._update("/update_weights_from_tensor", body)
+        label = {"weight_version": weight_version, "flush_cache": flush_cache}
+        return await self._update("/update_weights_from_tensor", {**body, **label})
 
     async def begin_weight_update(self) -> dict[str, Any]:
         return await self._told("/begin_weight_update", {})

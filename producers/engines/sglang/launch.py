@@ -81,12 +81,12 @@ class Server:
                 await client.ready(timeout_s=5.0)
                 return
             if await self.ended_within(look_s):
-                raise EngineError(f"server {self._name} ended while it started. {self._last_words()}")
+                raise EngineError(f"server {self._name} ended while it started. {self.last_words()}")
             left_s -= look_s
             look_s = min(LAST_LOOK_S, 1.5 * look_s)
         raise EngineError(
             f"server {self._name} did not answer within {self._spec.start_s:.0f} s; raise "
-            f"producer.engine_options.start_s where that is too short. {self._last_words()}"
+            f"producer.engine_options.start_s where that is too short. {self.last_words()}"
         )
 
     async def ended_within(self, seconds: float) -> bool:
@@ -155,7 +155,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         return f"The end of {self.log}:\n" + "\n".join(f"  {line}" for line in self.tail())
 
     def _ended(self) -> None:

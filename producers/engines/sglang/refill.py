@@ -35,8 +35,8 @@ class Load:
 
 
 def ceiling(slots: int, max_running: int) -> int:
-    """The most requests that may be open at a server, whatever its figures."""
-    return max(1, min(slots, max_running) if max_running > 0 else slots)
+    """The most requests that may be open at a server, whatever its figures: one in 17 waits there for a slot."""
+    return max(1, min(slots, max_running + max(1, max_running // 16)) if max_running > 0 else slots)
 
 
 def next_limit(limit: int, most: int, before: Load | None, now: Load) -> int:
@@ -64,7 +64,7 @@ def choose(key: str, room: Mapping[str, tuple[int, int]]) -> str | None:
     free = {name: limit - held for name, (held, limit) in room.items() if held < limit}
     if not free:
         return None
-    favourite = max(room, key=lambda name: xxhash.xxh3_64_intdigest(f"{key} {name}"))
+    favourite = max(room, key=lambda name: xxhash.xxh3_64_intdigest(f"{key} {name}".encode()))
     return favourite if favourite in free else max(free, key=lambda name: (free[name], name))
 
 

@@ -11,28 +11,33 @@ from headrace.version import PolicyVersion
 
 Kv = Literal["keep", "recompute", "resume"]
 """What a new version makes of running requests: keys and values kept, computed anew, or all asked again."""
+PREFIX = "headrace/"
 Reported = tuple[str, int, int]
 """Label, first token and end, as the server has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Names of versions on a server: "OWNER/INCARNATION.STEP". The owner is this engine in this run, nobody else."""
+    """Names of versions on a server: "headrace/OWNER/INCARNATION.STEP". The owner is one engine in one run."""
 
     owner: str
 
     def of(self, version: PolicyVersion) -> str:
-        return f"{self.owner}/{version}"
+        return f"{PREFIX}{self.owner}/{version}"
 
     def version(self, label: str) -> PolicyVersion | None:
         """None for a label that this engine did not give."""
-        owner, _, version = label.rpartition("/")
-        if owner != self.owner:
+        owner, _, version = label.removeprefix(PREFIX).rpartition("/")
+        if owner != self.owner or not label.startswith(PREFIX):
             return None
         try:
             return PolicyVersion.parse(version)
         except ValueError:
             return None
+
+    def strange(self, label: str) -> bool:
+        """Whether another engine of headrace gave it."""
+        return label.startswith(PREFIX) and not label.startswith(f"{PREFIX}{self.owner}/")
 
 
 def segment_spans(
@@ -42,8 +47,9 @@ def segment_spans(
 
     `asked` is the version whose prefix cache the request could read. Its first tokens are fresh where that version
     sampled them: all keys and values before them are its own, read or just computed. A request that waited at the
-    server while another version came may have found the prompt in the older one's cache. Later versions go on over what
-    is there, but for "recompute", where the server computes everything anew under each.
+    server while another version came may have found the prompt in the older one's cache; not so where each version
+    empties that ("recompute", "resume"). Later versions go on over what is there, but for "recompute", where the server
+    computes everything anew under each.
     """
     if count == 0:
         return ()
@@ -53,7 +59,7 @@ def segment_spans(
         if version is None or start != (spans[-1].end if spans else 0) or end < start:
             return None
         if start < end:
-            fresh = kv == "recompute" or (start == 0 and version == asked)
+            fresh = kv == "recompute" or (start == 0 and (kv == "resume" or version == asked))
             spans.append(VersionSpan(start, end, version, "fresh" if fresh else "kept"))
     return tuple(spans) if spans and spans[-1].end == count else None
 

@@ -1,0 +1,225 @@
+"""Jobs on their way to servers: one queue, a server chosen for each, and what becomes of an answer or its absence.
+
+A job whose server fails goes on elsewhere behind the tokens that it has; what its server had sampled and not sent is
+lost with it. It comes before the jobs that have not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+from broker.messages import FinishReason
+from headrace.errors import EngineError
+from producers.engines.sglang.answers import Generated
+from producers.engines.sglang.client import ServerBroken, ServerGone, ServerRefused
+from producers.engines.sglang.job import Job
+from producers.engines.sglang.refill import choose
+from producers.engines.sglang.replica import Replica
+from producers.engines.sglang.spans import Kv, Labels
+from producers.engines.stops import Decode
+
+log = logging.getLogger(__name__)
+
+MOST_TRIES = 4
+"""Requests of one job that may come to nothing."""
+ABORT_S = 5.0
+"""For a server to hand over what an aborted request has."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since start, of requests that have ended."""
+
+    decoded: int = 0
+    prefilled: int = 0
+    recomputed: int = 0
+    lost: int = 0
+    """Requests that went down with their server and were asked again."""
+    refused: int = 0
+
+
+class Dispatcher:
+    """For one event loop. `changed` is called whenever what is open changes."""
+
+    def __init__(self, kv: Kv, decode: Decode | None, changed: Callable[[], None]) -> None:
+        self.replicas: Sequence[Replica] = ()
+        self.labels = Labels("")
+        self.slots = 1
+        """Requests open at all servers together, at most."""
+        self.counts = Counts()
+        self.waiting: deque[Job] = deque()
+        self._kv, self._decode, self._changed = kv, decode, changed
+        self._sends: dict[Job, tuple[asyncio.Task[None], Replica, str]] = {}
+        self._asides: set[asyncio.Task[None]] = set()
+        self._nonce = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._closed = False
+
+    @property
+    def open(self) -> int:
+        """Jobs that a server has."""
+        return len(self._sends)
+
+    def submit(self, job: Job) -> None:
+        self.waiting.append(job)
+        self.pump()
+
+    def pump(self) -> None:
+        """Hand out what waits, as long as a server has room."""
+        while self.waiting and len(self._sends) < self.slots and not self._closed:
+            by_name = {replica.name: replica for replica in self.replicas if replica.takes}
+            room = {name: (replica.open, replica.limit) for name, replica in by_name.items()}
+            chosen = choose(self.waiting[0].key, room)
+            if chosen is None:
+                break
+            self._begin(self.waiting.popleft(), by_name[chosen])
+        self._changed()
+
+    def abort(self, job: Job) -> None:
+        """It ends with what it has; what its server has of it is waited for, but briefly."""
+        if job.aborted:
+            return
+        job.aborted = True
+        if job not in self._sends:
+            self.drop(job)
+            job.complete("abort", time.perf_counter())
+            return
+        _, replica, rid = self._sends[job]
+        self._aside(self._abort(job, replica, rid))
+
+    def drop(self, job: Job) -> None:
+        """Nobody waits for it any more. Its server is told by the end of the connection."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if job in self._sends:
+            self._sends[job][0].cancel()
+
+    def fail(self, error: EngineError) -> None:
+        """No server is left."""
+        for job in (*self.waiting, *self._sends):
+            if not job.done.done():
+                job.done.set_exception(error)
+            self.drop(job)
+
+    async def close(self) -> None:
+        """All jobs end with "abort" and the tokens that are here. Idempotent."""
+        self._closed = True
+        now = time.perf_counter()
+        tasks = [*(task for task, _, _ in self._sends.values()), *self._asides]
+        for job in (*self.waiting, *self._sends):
+            job.complete("abort", now)
+        self.waiting.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, job: Job, replica: Replica) -> None:
+        job.requests += 1
+        job.asked = replica.version
+        job.slot_at = job.slot_at or time.perf_counter()
+        replica.open += 1
+        rid = f"{self._nonce}-{next(self._numbers)}"
+        task = asyncio.create_task(self._send(job, replica, rid), name=f"sglang-{rid}")
+        self._sends[job] = task, replica, rid
+
+    async def _send(self, job: Job, replica: Replica, rid: str) -> None:
+        again = False
+        try:
+            again = await self._ask(job, replica, rid)
+        except Exception as error:
+            # Nobody awaits this task: whoever waits for the job has to hear of a bug here.
+            if not job.done.done():
+                job.done.set_exception(error)
+            raise
+        finally:
+            self._sends.pop(job, None)
+            replica.open -= 1
+            if again and not job.done.done() and not self._closed:
+                self.waiting.appendleft(job)
+            self.pump()
+
+    async def _ask(self, job: Job, replica: Replica, rid: str) -> bool:
+        """One request; whether there has to be another one."""
+        assert job.asked is not None
+        label, life = self.labels.of(job.asked), replica.life
+        try:
+            got = await _answer(replica, job.body(rid, label, seeded=replica.seeded), life)
+            reason = self._take(job, replica, got)
+        except ServerRefused as error:
+            self.counts.refused += 1
+            log.warning("server %s refused request %s: %s", replica.name, job.request.request_id, error)
+            reason = "abort"
+        except (ServerGone, ServerBroken) as error:
+            self.counts.lost += 1
+            if not life.done():
+                replica.failed(error)
+            reason = self._nothing(job)
+        if reason is not None:
+            job.complete(reason, time.perf_counter())
+        return reason is None
+
+    def _take(self, job: Job, replica: Replica, got: Generated) -> FinishReason | None:
+        """How the job has ended; None where it has not. Raises ServerBroken."""
+        before, asked = len(job.tokens), job.asked
+        count = job.add(got, self.labels, self._kv, replica.version)
+        if count is None:
+            replica.answered(0)
+            log.info("what server %s sampled for %s is of no known version", replica.name, job.request.request_id)
+            return self._nothing(job)
+        self._count(job, got, before, count)
+        changes = max(0, len(got.meta_info.weight_versions or ()) - 1) if self._kv == "recompute" else 0
+        replica.answered(max(0, got.meta_info.num_retractions - changes))
+        reason = job.ended(got, self._decode, before)
+        if reason is None and count == 0 and replica.version == asked:
+            return self._nothing(job)
+        return reason
+
+    def _nothing(self, job: Job) -> FinishReason | None:
+        """A request came to nothing, for no reason of ours."""
+        job.tries += 1
+        return "abort" if job.aborted or job.tries >= MOST_TRIES else None
+
+    def _count(self, job: Job, got: Generated, before: int, count: int) -> None:
+        meta, counts = got.meta_info, self.counts
+        computed = max(0, meta.prompt_tokens - meta.cached_tokens)
+        counts.decoded += count
+        if before:
+            counts.recomputed += computed
+        else:
+            counts.prefilled += computed
+        if self._kv == "recompute":
+            prompt = len(job.request.prompt_ids_P)
+            counts.recomputed += sum(prompt + span.start for span in job.spans if span.start > before)
+
+    async def _abort(self, job: Job, replica: Replica, rid: str) -> None:
+        try:
+            async with asyncio.timeout(ABORT_S):
+                await replica.client.abort_request(rid)
+                await asyncio.wait([job.done])
+        except (EngineError, TimeoutError):
+            job.complete("abort", time.perf_counter())
+            self.drop(job)
+
+    def _aside(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._asides.add(task)
+        task.add_done_callback(self._asides.discard)
+
+
+async def _answer(replica: Replica, body: dict[str, object], life: asyncio.Future[str]) -> Generated:
+    """Raises ServerGone, ServerBroken, ServerRefused; ServerGone also when the server is found not to work."""
+    call = asyncio.ensure_future(replica.client.generate(body))
+    try:
+        await asyncio.wait((call, life), return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise ServerGone(f"server {replica.name} does not work: {life.result()}")
+        return call.result()
+    finally:
+        call.cancel()
