@@ -3,69 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
-import msgspec
-
-from headrace.errors import EngineError
+from producers.engines.http import (
+    ASK_S,
+    REQUEST_S,
+    UPDATE_S,
+    HttpClient,
+    ServerBroken,
+    ServerGone,
+    ServerRefused,
+    shortened,
+)
 from producers.engines.sglang.answers import Generated, Loads, generated_decoder, loads_decoder
 
-ASK_S = 30.0
-"""For what a server answers out of hand; its scheduler may be in the middle of a long prefill."""
-UPDATE_S = 600.0
-"""For what moves weights; the callers have deadlines of their own, by the size."""
-REQUEST_S = 3600.0
-"""For one completion; whether the server goes on is watched meanwhile."""
-KEEP_ALIVE_S = 2.0
-"""Servers close an idle connection after 5 s: one that is about to be closed must not be taken for a request."""
-_MOST_TEXT = 500
-
-T = TypeVar("T")
+__all__ = ["ServerBroken", "ServerGone", "ServerRefused", "SglangClient"]
 
 
-class ServerGone(EngineError):
-    """The server cannot be reached, has dropped the connection, or has not answered in time."""
-
-
-class ServerBroken(EngineError):
-    """The server failed: it answered 5xx, or what nobody can read."""
-
-
-class ServerRefused(EngineError):
-    """The server does not do what it was asked for (4xx, or success = false); its text is the server's message."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class SglangClient:
-    """For one event loop. Every call raises ServerGone, ServerBroken or ServerRefused."""
-
-    def __init__(self, url: str, admin_key: str = "") -> None:
-        self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> SglangClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    async def close(self) -> None:
-        """Requests that are open end with ServerGone. Idempotent."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+class SglangClient(HttpClient):
+    """Its key is the server's admin key."""
 
     async def generate(self, body: Mapping[str, Any], *, timeout_s: float = REQUEST_S) -> Generated:
         """One completion. Cancelling it has the server abort the request."""
@@ -169,10 +125,6 @@ class SglangClient:
     async def loads(self, *, timeout_s: float = ASK_S) -> Loads:
         return self._decoded(loads_decoder, await self._call("GET", "/v1/loads?include=core", None, timeout_s))
 
-    async def openapi(self) -> dict[str, Any]:
-        found: dict[str, Any] = await self._json("GET", "/openapi.json", None)
-        return found
-
     async def ready(self, *, timeout_s: float = ASK_S) -> None:
         """Raises while it starts."""
         await self._call("GET", "/model_info", None, timeout_s)
@@ -187,67 +139,5 @@ class SglangClient:
         if not isinstance(answer, dict):
             return {}
         if answer.get("success") is False:
-            raise ServerRefused(_shortened(str(answer.get("message", answer))), 200)
+            raise ServerRefused(shortened(str(answer.get("message", answer))), 200)
         return answer
-
-    async def _json(self, method: str, path: str, body: object, timeout_s: float = ASK_S) -> Any:
-        data = await self._call(method, path, body, timeout_s)
-        try:
-            return msgspec.json.decode(data) if data else {}
-        except msgspec.DecodeError as error:
-            raise ServerBroken(f"{self._url}{path} answered what is not JSON: {error}") from error
-
-    async def _post(self, path: str, body: object, timeout_s: float) -> bytes:
-        return await self._call("POST", path, body, timeout_s)
-
-    async def _call(self, method: str, path: str, body: object, timeout_s: float) -> bytes:
-        """The body of a 2xx answer."""
-        data = None if body is None else msgspec.json.encode(body)
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._opened().request(
-                method, self._url + path, data=data, headers=headers, timeout=timeout
-            ) as response:
-                answer = await response.read()
-        except TimeoutError as error:
-            raise ServerGone(f"{self._url}{path} did not answer within {timeout_s:.3g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerGone(f"{self._url}{path} cannot be reached: {error or type(error).__name__}") from error
-        if response.status >= 500:
-            raise ServerBroken(f"{self._url}{path} failed with {response.status}: {_message(answer)}")
-        if response.status >= 400:
-            raise ServerRefused(_message(answer), response.status)
-        return answer
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # No limit here: how many requests are open at a server is decided where its figures are known.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self._session
-
-    def _decoded(self, decoder: msgspec.json.Decoder[T], data: bytes) -> T:
-        try:
-            return decoder.decode(data)
-        except msgspec.DecodeError as error:
-            raise ServerBroken(f"{self._url} answered what is not understood: {error}") from error
-
-
-def _message(answer: bytes) -> str:
-    """The server's own words: {"error": {"message"}}, {"message"}, {"detail"}, or text."""
-    try:
-        found = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
-        return _shortened(answer.decode("utf-8", "replace")) or "no text"
-    while isinstance(found, dict):
-        inner = next((found[name] for name in ("error", "message", "detail") if found.get(name)), None)
-        if inner is None:
-            break
-        found = inner
-    return _shortened(str(found))
-
-
-def _shortened(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"
