@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import xxhash
 
-FULL = 0.9
+FULL = 0.85
 """Share of the cache beyond which no further request is given: those that run still grow."""
-SHRINK = 0.75
+ROOMY = 0.5
+"""Share up to which the limit grows by a part of itself a reading."""
 GROWTH = 8
-"""Without a reason against it, the limit grows by this part of itself a reading."""
+"""Which part."""
+SHRINK = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,25 @@ def ceiling(slots: int, max_running: int) -> int:
 def next_limit(limit: int, most: int, before: Load | None, now: Load) -> int:
     """How many requests may be open at a server from now on, 1 to `most`, by its last two readings.
 
-    Fewer when it had to take requests out again; no more than it computes when it queues some or its cache is nearly
-    full; else more, a part at a time, so that the next reading shows what that did.
+    Fewer when it had to take requests out again; no more than it computes when it queues some; no more than fit into
+    its cache as long as those that run are, else more: fast as long as the cache has room, then one by one.
     """
     if before is not None and now.retractions > before.retractions:
         return _within(min(limit - 1, math.floor(SHRINK * max(now.running, 1))), most)
     if now.usage > FULL:
         return _within(min(limit, max(now.running, 1)), most)
-    if before is not None and now.queued > 0 and before.queued > 0 and 0 < now.running <= before.running:
+    if before is not None and 0 < now.queued and 0 < before.queued and 0 < now.running <= before.running:
         # It does not take what has just come, it takes no more. One in its queue refills a slot at the same step.
         return _within(min(limit, now.running + 1), most)
-    return _within(limit + max(1, limit // GROWTH), most)
+    step = max(1, limit // GROWTH) if now.usage < ROOMY else 1
+    return _within(min(limit + step, max(limit, _fitting(now))), most)
+
+
+def _fitting(now: Load) -> int:
+    """Requests as long as those that run that fill the cache to `FULL`."""
+    if now.running == 0 or now.used_tokens == 0:
+        return now.running + max(1, now.max_running)
+    return math.floor(FULL * now.capacity_tokens * now.running / now.used_tokens)
 
 
 def choose(key: str, room: Mapping[str, tuple[int, int]]) -> str | None:
