@@ -7,6 +7,7 @@
     tokens_vs_generate        3      tokens/s, over those of `generate` in static batches of the same size
     tokens_vs_prefill_bound   -      tokens/s, over those with static steps and prompts that cost only their products
     roofline_fraction         -      seconds to read weights and live cache once, over those of a decode step
+    prefill_gap_steps         ≤ 4    longest step while a prompt of 4,096 tokens arrives, over a decode step's median
 
 SmolLM2-135M in bfloat16; 256 prompts of 32 to 48 tokens; seeded completion lengths, most 16 to 32, one in eight 256;
 end-of-text ignored. The engine is measured from its start until its queue is empty, which is when slots can no
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.engine_prefill import gap_figure
 from benchmarks.report import Figure, arguments, report
 from headrace.policy.loading import load_model
 from headrace.policy.memory import keep_freed_memory
@@ -290,6 +292,7 @@ def main() -> int:
         sizes = {slots: one[name] for slots, one in by_size.items()}
         figures[name] = min(sizes.values(), key=_measured)
         figures |= {f"{name}_{slots}": figure for slots, figure in sizes.items()}
+    figures["prefill_gap_steps"] = asyncio.run(gap_figure(folder, min(options.slots), options.repeats, DTYPE))
     return report("torch engine, SmolLM2-135M, one core", figures, json_file=options.json, check=options.check)
 
 

@@ -51,7 +51,7 @@ class TorchEngine:
         threads: int = 1,
         seed: int = 0,
         prefill_budget: int = 256,
-        prefill_gap: float = 3.0,
+        prefill_gap: float = 2.5,
         kv: str = "keep",
         decode: Decode | None = None,
     ) -> None:
