@@ -113,10 +113,8 @@ class RewardConfig(Section):
     def _fits_together(self) -> RewardConfig:
         if self.group and (self.is_service or self.name == OWN_REWARD):
             raise ValueError(f"group = true is for functions, and {self.name!r} is none; leave it out")
-        if self.is_service and "@" in self.name.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "no user or password may stand in the URL of a reward; name the token's variable, token_env"
-            )
+        if self.is_service:
+            _check_service(self.name)
         return self
 
 

@@ -32,7 +32,7 @@ class Capacity:
 
     @property
     def most_unscored(self) -> int:
-        """Decoded groups of one environment that wait for scores, before its next tasks wait for their turn.
+        """Decoded groups of one environment that wait for scores, before its next tasks are held back.
 
         As many as fit into the slots, and one more: what was decoded while all of them were decoded.
         """

@@ -24,8 +24,8 @@ class Held:
     budget_s: float
     """Until the task's deadline, from when it was taken."""
     waits_for_version: bool
-    waits_for_turn: bool = False
-    """Its environment's scores are behind (`producers/turns.py`)."""
+    held_back: bool = False
+    """Its environment's scores are behind (`producers/backlog.py`)."""
     publishing: bool = False
     lost: bool = False
     """The broker does not know it as this producer's: taken over by another, or about to be handed out again."""
@@ -56,11 +56,11 @@ def phase(held: Collection[Held], version: PolicyVersion | None, outage: bool = 
     """What the producer as a whole is doing: it plays while any rollout does, also when the broker is away."""
     if version is None:
         return "wait_broker" if outage else "wait_version"
-    playing = [task for task in held if task.in_play.playing and not task.waits_for_turn]
+    playing = [task for task in held if task.in_play.playing and not task.held_back]
     if playing and not all(task.waits_for_version for task in playing):
         return "play"
     if playing:
         return "wait_broker" if outage else "wait_version"
-    if any(task.in_play.scoring or task.waits_for_turn for task in held):
+    if any(task.in_play.scoring or task.held_back for task in held):
         return "wait_score"
     return "wait_broker" if held or outage else "wait_tasks"

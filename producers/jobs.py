@@ -1,7 +1,7 @@
 """The jobs of a producer: each plays one task that it holds, from when it is taken until its group is published.
 
-A job waits for a version as new as its task asks for (`committed`), for its turn where its environment's scores are
-behind (`turned`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the
+A job waits for a version as new as its task asks for (`committed`), until its environment's scores are not
+behind any more (`eased`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the
 task's deadline, by `lose`, by `stop_stragglers`, or after `drain`.
 """
 
@@ -23,7 +23,7 @@ from producers.group import Stage, failed_group, play_group
 from producers.holding import Held, phase, too_old
 from producers.in_play import InPlay
 from producers.stragglers import reason, stragglers
-from producers.turns import Loads, flows, loads_of, may_begin, must_wait, room
+from producers.backlog import Loads, flows, loads_of, may_begin, must_hold_back, room
 from weightsync.receiver import Commit
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class Jobs:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new one, at each commit."""
-    turned: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced by a new one, whenever a task that waits for its turn may have it."""
+    eased: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new one, whenever a task that is held back may begin."""
     head: PolicyVersion | None = None
     """The newest version there is, in the engine or not."""
     outage: str = ""
@@ -82,7 +82,7 @@ class Jobs:
         """Something moved on. Whoever takes tasks looks at it, unless the broker keeps it waiting."""
         if self.outage and not self.leaving.is_set():
             self.gauges.host.enter(self.phase())
-        before, self.turned = self.turned, asyncio.Event()
+        before, self.eased = self.eased, asyncio.Event()
         before.set()
         self.changed.set()
 
@@ -163,7 +163,7 @@ class Jobs:
     async def drain(self, seconds: float) -> None:
         """Finish what plays for at most `seconds`; what has not begun is left at once."""
         for held in self.held.values():
-            if held.job is not None and (held.waits_for_version or held.waits_for_turn):
+            if held.job is not None and (held.waits_for_version or held.held_back):
                 held.job.cancel()
         jobs = {held.job for held in self.held.values() if held.job is not None}
         if jobs:
@@ -186,7 +186,7 @@ class Jobs:
             async with asyncio.timeout_at(deadline):
                 await self._caught_up(held)
                 why = "the task's deadline passed: the scores of its environment are behind"
-                why = await self._its_turn(held)
+                why = await self._let_in(held)
         except TimeoutError:
             held.waits_for_version = False
         if why:
@@ -201,24 +201,24 @@ class Jobs:
         held.waits_for_version = False
         self.moved()
 
-    async def _its_turn(self, held: Held) -> str:
-        """Why it never comes; empty once it is there. An evaluation is never kept waiting: its tasks are few."""
+    async def _let_in(self, held: Held) -> str:
+        """Hold it back while it must be. Why it never begins; empty once it may. Evaluations are never held back."""
         environment, patience_s = held.delivery.task.environment, self.config.producer.reward_deadline_s
-        if held.delivery.task.kind == "eval" or not must_wait(environment, self._loads, self.capacity):
+        if held.delivery.task.kind == "eval" or not must_hold_back(environment, self._loads, self.capacity):
             return ""
-        held.waits_for_turn = True
+        held.held_back = True
         try:
             while True:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
                         while not may_begin(environment, self._loads, self.capacity):
-                            await self.turned.wait()
+                            await self.eased.wait()
                         return ""
                 # Without others nobody is kept from anything: then it waits on.
                 if flows(self._loads, self.capacity):
                     return f"environment {environment!r} is {self.capacity.most_unscored} groups behind with its scores"
         finally:
-            held.waits_for_turn = False
+            held.held_back = False
             self.moved()
 
     async def _publish(self, held: Held, group: Group) -> Published | None:

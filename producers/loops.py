@@ -6,9 +6,9 @@ Wait graph, one line per loop: what it consumes, what it waits for, who wakes it
     take       stream `tasks`                   the first version (weights, by `changed`); then room: a rollout that was
                                                 decoded or a group that was published (a job, by `changed`); then a
                                                 task (the trainer's admission, else its own block time)
-    job        one task, one per held task      a version as new as the task asks for (weights, by `committed`); its
-                                                turn, where its environment's scores are behind (a job, by `turned`, at
-                                                most `producer.reward_deadline_s` where others' go on); its completions
+    job        one task, one per held task      a version as new as the task asks for (weights, by `committed`); the
+                                                scores of its environment where they are behind (a job, by `eased`, at
+                                                most `producer.reward_deadline_s` where others go on); its completions
                                                 (the engine); its scores (the reward processes, at most their
                                                 deadline); the broker's answer to its publish
     renew      the ids that jobs hold           a quarter of the lease
@@ -18,7 +18,7 @@ Wait graph, one line per loop: what it consumes, what it waits for, who wakes it
                                                 then the other loops, before the broker's connection is closed
 
 Nobody waits for `renew`, `heartbeat` or `orders`. Jobs (`producers/jobs.py`) wait for slots of the engine and reward
-processes, which go on without them, and for other jobs only before they begin (`producers/turns.py`). Every job ends
+processes, which go on without them, and for other jobs only before they begin (`producers/backlog.py`). Every job ends
 within its task's deadline, so no cycle can hold. While the broker is away, each call to it waits, for `broker.outage_s`
 at most: jobs play on and hold their groups, of which there are at most `Capacity.most_held`. Once `stopping` is set the
 broker is waited for only briefly.

@@ -12,6 +12,8 @@ from typing import Any
 from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Rollout
 
+MARKS = ("$", r"\boxed", r"\[", r"\(")
+
 
 def load() -> Callable[[Rollout], float]:
     """The reward. Raises EnvironmentLoadError without the package."""
@@ -35,9 +37,10 @@ def load() -> Callable[[Rollout], float]:
 
 
 def _expression(package: Any, answer: object) -> Any:
-    """The right answer, with or without LaTeX's marks around it."""
+    """The right answer, which need not have LaTeX's marks around it: without them, only its first number counts."""
     text = str(answer)
-    for way in (text, f"${text}$"):
+    marked = any(mark in text for mark in MARKS)
+    for way in (text,) if marked else (f"${text}$", text):
         found = package.parse(way, parsing_timeout=None)
         if found:
             return found

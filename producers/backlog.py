@@ -1,8 +1,8 @@
-"""Whose turn it is: while one environment's scores are behind, its tasks wait, so that those of others go on. Pure.
+"""The backlog of scores: while one environment's is long, its tasks are held back, so that others' go on. Pure.
 
 An environment is behind when `Capacity.most_unscored` of its groups are decoded and wait for scores. From then on its
-tasks wait before they begin, in the order in which they came, until fewer than that are in play; but only where tasks
-of another environment flow: alone, it holds up nobody, and the bounds of `Capacity` are enough.
+tasks are held back before they begin, in the order in which they came, until fewer than that are in play; but only
+where tasks of another environment flow: alone, it holds up nobody, and the other bounds of `Capacity` are enough.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Load:
     """Decoded, with a member that waits for its score."""
     scored: int = 0
     """These wait for the broker alone."""
-    waiting: int = 0
-    """These wait for their turn."""
+    held_back: int = 0
+    """These have not begun, because the environment is behind."""
 
 
 Loads = dict[str, Load]
@@ -40,8 +40,8 @@ def loads_of(held: Collection[Held]) -> Loads:
         if task.lost:
             continue
         load = loads.setdefault(task.delivery.task.environment, Load())
-        load.waiting += task.waits_for_turn
-        load.playing += bool(task.in_play.playing) and not task.waits_for_turn
+        load.held_back += task.held_back
+        load.playing += bool(task.in_play.playing) and not task.held_back
         load.unscored += not task.in_play.playing and bool(task.in_play.scoring)
         load.scored += not task.in_play.playing and not task.in_play.scoring
     return loads
@@ -49,17 +49,17 @@ def loads_of(held: Collection[Held]) -> Loads:
 
 def flows(loads: Loads, capacity: Capacity) -> bool:
     """Whether some environment is here that is not behind."""
-    return any(not load.waiting and load.unscored < capacity.most_unscored for load in loads.values())
+    return any(not load.held_back and load.unscored < capacity.most_unscored for load in loads.values())
 
 
-def must_wait(environment: str, loads: Loads, capacity: Capacity) -> bool:
-    """Whether a task that is about to begin waits for its turn first."""
+def must_hold_back(environment: str, loads: Loads, capacity: Capacity) -> bool:
+    """Whether a task that is about to begin is held back first."""
     load = loads[environment]
-    return (load.waiting > 0 or load.unscored >= capacity.most_unscored) and flows(loads, capacity)
+    return (load.held_back > 0 or load.unscored >= capacity.most_unscored) and flows(loads, capacity)
 
 
 def may_begin(environment: str, loads: Loads, capacity: Capacity) -> bool:
-    """Whether the next task that waits for its turn has it."""
+    """Whether the next task that is held back begins."""
     load = loads[environment]
     return load.playing + load.unscored < capacity.most_unscored
 
@@ -76,9 +76,9 @@ def room(held: Collection[Held], version: PolicyVersion | None, capacity: Capaci
         return 0
     loads = loads_of(held)
     several = len(loads) > 1
-    if (several or any(load.waiting for load in loads.values())) and not flows(loads, capacity):
+    if (several or any(load.held_back for load in loads.values())) and not flows(loads, capacity):
         return 0
-    playing = sum(task.in_play.playing for task in held if not task.lost and not task.waits_for_turn)
+    playing = sum(task.in_play.playing for task in held if not task.lost and not task.held_back)
     decoded = sum(load.scored + (0 if several else load.unscored) for load in loads.values())
     count = sum(not task.lost for task in held)
     return min(capacity.tasks_to_take(playing, decoded), max(0, capacity.most_held - count))
