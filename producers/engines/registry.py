@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -62,7 +64,6 @@ def _torch(config: Config, model_folder: Path, seed: int) -> Engine:
 
 
 def _sglang(config: Config, model_folder: Path, seed: int) -> Engine:
-    from headrace.policy.loading import load_tokenizer
     from producers.engines.sglang.engine import SglangEngine
     from producers.engines.sglang.options import options_of
     from producers.engines.sglang.probing import sampling_fault
@@ -70,7 +71,14 @@ def _sglang(config: Config, model_folder: Path, seed: int) -> Engine:
     sampling = config.sampling
     if fault := sampling_fault(sampling.temperature, sampling.top_p, sampling.top_k):
         raise ConfigError(fault)
-    tokenizer = load_tokenizer(model_folder)
+
+    @cache
+    def tokenizer() -> Any:
+        # Only stop strings that begin in one request to a server and end in the next need it.
+        from headrace.policy.loading import load_tokenizer
+
+        return load_tokenizer(model_folder)
+
     return SglangEngine(
         model_folder,
         options_of(config.producer.engine_options),
@@ -78,7 +86,7 @@ def _sglang(config: Config, model_folder: Path, seed: int) -> Engine:
         context_length=config.model.context_length,
         dtype=config.model.dtype,
         seed=seed,
-        decode=lambda token_ids: str(tokenizer.decode(token_ids)),
+        decode=lambda token_ids: str(tokenizer().decode(token_ids)),
     )
 
 

@@ -117,7 +117,7 @@ def played(capacity: int, max_running: int, seed: int, *, adapts: bool, steps: i
 def test_slots_are_full_and_little_is_taken_out_again(capacity: int, seed: int) -> None:
     fixed_ran, fixed_retracted = played(capacity, 64, seed, adapts=False)
     ran, retracted = played(capacity, 64, seed, adapts=True)
-    assert fixed_retracted == 0 or retracted < fixed_retracted / 8
+    assert fixed_retracted == 0 or retracted < fixed_retracted / 5
     assert ran > 0.78 * fixed_ran
 
 

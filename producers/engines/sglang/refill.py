@@ -51,7 +51,7 @@ def next_limit(limit: int, most: int, before: Load | None, now: Load) -> int:
         return _within(min(limit - 1, math.floor(SHRINK * max(now.running, 1))), most)
     if now.usage > FULL:
         return _within(min(limit, max(now.running, 1)), most)
-    if before is not None and 0 < now.queued and 0 < before.queued and 0 < now.running <= before.running:
+    if before is not None and min(now.queued, before.queued) > 0 and 0 < now.running <= before.running:
         # It does not take what has just come, it takes no more. One in its queue refills a slot at the same step.
         return _within(min(limit, now.running + 1), most)
     step = max(1, limit // GROWTH) if now.usage < ROOMY else 1
