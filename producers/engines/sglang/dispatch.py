@@ -14,14 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from broker.messages import FinishReason
 from headrace.errors import EngineError
+from headrace.version import PolicyVersion
 from producers.engines.sglang.answers import Generated
 from producers.engines.sglang.client import ServerBroken, ServerGone, ServerRefused
 from producers.engines.sglang.job import Job
 from producers.engines.sglang.refill import choose
-from producers.engines.sglang.replica import Replica
 from producers.engines.sglang.spans import Kv, Labels
 from producers.engines.stops import Decode
 
@@ -31,6 +32,41 @@ MOST_TRIES = 4
 """Requests of one job that may come to nothing."""
 ABORT_S = 5.0
 """For a server to hand over what an aborted request has."""
+
+
+class Replica(Protocol):
+    """A server, as seen from here."""
+
+    name: str
+    version: PolicyVersion | None
+    """What it samples from; None where that is not known."""
+    open: int
+    """Requests that are open there; counted here."""
+    limit: int
+    """As many may be."""
+    life: asyncio.Future[str]
+    """Ended, with the reason, when what is open there must go elsewhere; then there is another one."""
+
+    @property
+    def takes(self) -> bool:
+        """Whether it is given requests."""
+        ...
+
+    async def ask(self, job: Job, rid: str, label: str) -> Generated:
+        """What it samples for a job behind the tokens so far. Raises ServerGone, ServerBroken, ServerRefused."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End that request: `ask` returns what there is of it. Raises EngineError."""
+        ...
+
+    def failed(self, error: EngineError) -> None:
+        """A request to it failed."""
+        ...
+
+    def answered(self, retractions: int) -> None:
+        """A request to it was answered; `retractions`: how often it was taken out again for want of cache."""
+        ...
 
 
 @dataclass(slots=True)
@@ -150,7 +186,7 @@ class Dispatcher:
         assert job.asked is not None
         label, life = self.labels.of(job.asked), replica.life
         try:
-            got = await _answer(replica, job.body(rid, label, seeded=replica.seeded), life)
+            got = await _answer(replica, job, rid, label, life)
             reason = self._take(job, replica, got)
         except ServerRefused as error:
             self.counts.refused += 1
@@ -201,7 +237,7 @@ class Dispatcher:
     async def _abort(self, job: Job, replica: Replica, rid: str) -> None:
         try:
             async with asyncio.timeout(ABORT_S):
-                await replica.client.abort_request(rid)
+                await replica.abort(rid)
                 await asyncio.wait([job.done])
         except (EngineError, TimeoutError):
             job.complete("abort", time.perf_counter())
@@ -213,9 +249,9 @@ class Dispatcher:
         task.add_done_callback(self._asides.discard)
 
 
-async def _answer(replica: Replica, body: dict[str, object], life: asyncio.Future[str]) -> Generated:
+async def _answer(replica: Replica, job: Job, rid: str, label: str, life: asyncio.Future[str]) -> Generated:
     """Raises ServerGone, ServerBroken, ServerRefused; ServerGone also when the server is found not to work."""
-    call = asyncio.ensure_future(replica.client.generate(body))
+    call = asyncio.ensure_future(replica.ask(job, rid, label))
     try:
         await asyncio.wait((call, life), return_when=asyncio.FIRST_COMPLETED)
         if not call.done():

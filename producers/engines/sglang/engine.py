@@ -70,6 +70,7 @@ class SglangEngine:
         self._buffers = Buffers(folder)
         self._labels = Labels(f"local.{secrets.token_hex(4)}")
         self._dispatcher = Dispatcher(options.kv, decode, self._changed)
+        self._replicas: tuple[Replica, ...] = ()
         self._keepers: list[asyncio.Task[None]] = []
         self._jobs: dict[str, Job] = {}
         """By request id: those whose `generate` waits."""
@@ -85,7 +86,7 @@ class SglangEngine:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        return tuple(self._dispatcher.replicas)
+        return self._replicas
 
     @property
     def slots(self) -> int:
@@ -111,7 +112,8 @@ class SglangEngine:
         """Waits until every server has answered. Raises EngineError with why one does not, or cannot be used."""
         await asyncio.to_thread(sweep)
         self._dispatcher.labels = self._labels
-        self._dispatcher.replicas = [self._replica(index) for index in range(self._options.servers)]
+        self._replicas = tuple(self._replica(index) for index in range(self._options.servers))
+        self._dispatcher.replicas = self._replicas
         self._keepers = [asyncio.create_task(one.keep(), name=f"keep-{one.name}") for one in self.replicas]
         self._keepers.append(asyncio.create_task(self._sample(), name="sglang-sample"))
         try:

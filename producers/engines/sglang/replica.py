@@ -22,7 +22,9 @@ from typing import Any, Literal
 
 from headrace.errors import EngineError, HeadraceError
 from headrace.version import PolicyVersion
+from producers.engines.sglang.answers import Generated
 from producers.engines.sglang.client import ServerBroken, ServerGone, ServerRefused, SglangClient
+from producers.engines.sglang.job import Job
 from producers.engines.sglang.options import Options
 from producers.engines.sglang.place import Place, backoff_s
 from producers.engines.sglang.refill import Load, ceiling, next_limit
@@ -102,6 +104,12 @@ class Replica:
     def seeded(self) -> bool:
         """Whether it can fix a request's random numbers."""
         return bool(self.info.get("enable_deterministic_inference"))
+
+    async def ask(self, job: Job, rid: str, label: str) -> Generated:
+        return await self.client.generate(job.body(rid, label, seeded=self.seeded))
+
+    async def abort(self, rid: str) -> None:
+        await self.client.abort_request(rid)
 
     async def offer(self, offer: Offer) -> float:
         """Bring a version into it; the seconds for which it stood still, 0 where it is not serving.
