@@ -71,6 +71,22 @@ def up(
 
 
 @app.command()
+def register(
+    config: ConfigOption = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Default: HEADRACE_RUN.")] = None,
+    values: SetOption = None,
+) -> None:
+    """Make a run's folder and record, for services that something else starts (compose, Kubernetes, SLURM)."""
+    from datetime import datetime
+
+    from deploy.plan import Wish
+    from deploy.register import register as register_run
+
+    wish = Wish(config, run or os.environ.get("HEADRACE_RUN"), tuple(values or ()))
+    typer.echo(register_run(wish, os.environ, datetime.now()))
+
+
+@app.command()
 def scale(
     role: Annotated[str, typer.Argument(help="What to have more or fewer of: producer.")],
     count: Annotated[int, typer.Argument(min=0, max=1024, help="How many there are to be.")],

@@ -13,7 +13,7 @@ from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
 from headrace.config import BrokerConfig
 from headrace.config_sources import resolve
 from headrace.errors import ConfigError
-from headrace.secret import secret
+from headrace.secret import redis_url
 
 NAME_OF_URL = "HEADRACE_REDIS_URL"
 NAME_OF_RUN = "HEADRACE_RUN"
@@ -21,7 +21,7 @@ NAME_OF_RUN = "HEADRACE_RUN"
 
 def told_url() -> str | None:
     """The broker that the environment names, by itself or in a file; None where it names none. Raises ConfigError."""
-    return secret(NAME_OF_URL, os.environ) or None
+    return redis_url(os.environ) or None
 
 
 def runs_folder() -> Path:

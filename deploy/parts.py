@@ -60,6 +60,7 @@ class Services:
                 argv=(sys.executable, "-m", self.modules[role], *resume),
                 env={
                     "HEADRACE_REDIS_URL": self.url,
+                    "HEADRACE_REDIS_URL_FILE": "",
                     "HEADRACE_RUN": self.folder.run_id,
                     "HEADRACE_NAME": name,
                     "HEADRACE_METRICS_PORT": str(port),

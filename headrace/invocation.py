@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urlsplit
 
 from headrace.errors import ConfigError
-from headrace.secret import secret
+from headrace.secret import redis_url, secret
 from headrace.service import Service, main
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -44,7 +44,7 @@ class Invocation:
     @classmethod
     def of(cls, role: str, flags: Mapping[str, str | bool | None], environ: Mapping[str, str]) -> Invocation:
         """Flags "redis_url", "run", "name", "metrics_host" and "metrics_port" go before `HEADRACE_REDIS_URL` and so
-        on. Of the URL and of `HEADRACE_METRICS_TOKEN` there may be a file instead, as `secret` says.
+        on. The URL's password may stand by itself, and secrets in files, as `headrace/secret.py` says.
 
         Raises ConfigError with what is missing, malformed, or would show a secret to everybody who lists processes.
         """
@@ -56,7 +56,9 @@ class Invocation:
             raise ConfigError(
                 "--redis-url holds a password, which everybody on this machine can read; set HEADRACE_REDIS_URL instead"
             )
-        url = told("redis_url") or secret("HEADRACE_REDIS_URL", environ)
+        flag = str(flags.get("redis_url") or "")
+        # A password given by itself goes with either.
+        url = redis_url({**environ, "HEADRACE_REDIS_URL": flag, "HEADRACE_REDIS_URL_FILE": ""} if flag else environ)
         if not url:
             raise ConfigError("HEADRACE_REDIS_URL is not set; it names the run's broker, as redis://host:6379")
         if not told("run"):

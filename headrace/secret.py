@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from headrace.errors import ConfigError
 
@@ -31,3 +32,16 @@ def secret(name: str, environ: Mapping[str, str]) -> str:
     if not value:
         raise ConfigError(f"{name}_FILE names {file}, which is empty; write the secret into it")
     return value
+
+
+def redis_url(environ: Mapping[str, str]) -> str:
+    """The URL of `HEADRACE_REDIS_URL`, with the password of `HEADRACE_REDIS_PASSWORD` where it has none itself.
+
+    Of either there may be a file instead, as `secret` says; "" where no URL is named. Raises ConfigError.
+    """
+    url, password = secret("HEADRACE_REDIS_URL", environ), secret("HEADRACE_REDIS_PASSWORD", environ)
+    parts = urlsplit(url)
+    if not url or not password or parts.password:
+        return url
+    user, host = quote(parts.username or "", safe=""), parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}"))

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.invocation import Invocation, holds_password
-from headrace.secret import secret
+from headrace.secret import redis_url, secret
 
 ENVIRON = {"HEADRACE_REDIS_URL": "redis://:secret@h:1/0", "HEADRACE_RUN": "r1", "HEADRACE_METRICS_PORT": "9100"}
 
@@ -31,6 +31,30 @@ def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
     assert (told.url, told.metrics_token) == ("redis://:secret@h:1/0", "t0ken")
     assert "secret" not in repr(told)
     assert "t0ken" not in repr(told)
+
+
+@pytest.mark.parametrize(
+    ("url", "full"),
+    [
+        ("redis://redis:6379/0", "redis://:p%2F%40%20%25@redis:6379/0"),
+        (
+            "rediss://user@[::1]:6379/0?ssl_ca_certs=%2Fca",
+            "rediss://user:p%2F%40%20%25@[::1]:6379/0?ssl_ca_certs=%2Fca",
+        ),
+        ("redis://user:own@redis", "redis://user:own@redis"),
+        ("", ""),
+    ],
+)
+def test_a_password_by_itself_goes_into_a_url_that_has_none(url: str, full: str, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("p/@ %\n")
+    assert redis_url({"HEADRACE_REDIS_URL": url, "HEADRACE_REDIS_PASSWORD_FILE": str(file)}) == full
+    assert redis_url({"HEADRACE_REDIS_URL": url}) == url
+
+
+def test_a_password_goes_with_the_url_of_a_flag() -> None:
+    told = Invocation.of("producer", {"redis_url": "redis://h"}, {**ENVIRON, "HEADRACE_REDIS_PASSWORD": "p"})
+    assert told.url == "redis://:p@h"
 
 
 @pytest.mark.parametrize(
