@@ -97,7 +97,7 @@ def explained(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -
     text = (
         f"You can use these tools:\n{lines}\n"
         "To use one, write a call in this form and nothing after it:\n"
-        '<tool_call>{"name": "the tool", "arguments": {"name": "value"}}</tool_call>\n'
+        f"<tool_call>{_written(_sample(tools[0]))}</tool_call>\n"
         "The next message gives you its result."
     )
     first, *rest = messages or [Message("system", "")]
@@ -121,6 +121,13 @@ def retold(messages: Sequence[Message]) -> list[Message]:
         else:
             told.append(message)
     return told
+
+
+def _sample(tool: Mapping[str, Any]) -> ToolCall:
+    """A call with the tool's own names, which small models copy."""
+    function = tool.get("function", tool)
+    names = function.get("parameters", {}).get("properties", {})
+    return ToolCall(str(function.get("name", "")), dict.fromkeys(names, "…"))
 
 
 def _written(call: ToolCall) -> str:

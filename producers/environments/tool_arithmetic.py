@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.errors import EnvironmentLoadError
-from producers.environments.api import Rollout
+from producers.environments.api import Message, Rollout, ToolCall
 from producers.environments.arithmetic import Arithmetic
+from producers.environments.single_turn import SingleTurn
 from producers.environments.tools import Result, Toolbox, ToolUse
 
 PROMPT = "What is {expression}? Use the calculator, then reply with only the number."
@@ -24,6 +25,9 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
 }
 
+MOST_SHOTS = 8
+
+_EXPRESSION = re.compile(r"\d+(?: [-+*] \d+)+")
 _SIGNS = re.compile(r"[\d\s.+\-*/()]+")
 
 
@@ -31,7 +35,8 @@ class ToolArithmetic:
     """The expressions of environment "arithmetic", with the same options and the same held-out part.
 
     The first turn whose calls all give a result is worth `called`; a final answer with the right number as its last one
-    is worth the rest to 1. A rollout is correct when its answer is.
+    is worth the rest to 1. A rollout is correct when its answer is. Before the question stand `shots` others of the
+    training part that are called for and answered, for models that would not call a tool by themselves.
     """
 
     def __init__(
@@ -43,14 +48,19 @@ class ToolArithmetic:
         prompt: str = PROMPT,
         system: str = "",
         called: float = 0.4,
+        shots: int = 0,
         held_out: int = 24,
     ) -> None:
         """Raises EnvironmentLoadError for an option that is out of range."""
         if not 0 <= called <= 1:
             raise EnvironmentLoadError(f"tool_arithmetic: called = {called} is not between 0 and 1")
+        if not 0 <= shots <= MOST_SHOTS:
+            raise EnvironmentLoadError(f"tool_arithmetic: shots = {shots} is not between 0 and {MOST_SHOTS}")
         self._questions = Arithmetic(digits=digits, terms=terms, operators=operators, prompt=prompt, held_out=held_out)
         self._tools = Toolbox([calculator])
         self._system, self._called = system, called
+        places = [len(self._questions) * (2 * shot + 1) // (2 * shots) for shot in range(shots)]
+        self._shots = [message for place in places for message in _shown(self._questions.episode("train", place, 0))]
 
     def __len__(self) -> int:
         return len(self._questions)
@@ -61,7 +71,12 @@ class ToolArithmetic:
     def episode(self, split: str, index: int, seed: int) -> ToolUse:
         question = self._questions.episode(split, index, seed)
         return ToolUse(
-            question.prompt, question.answer, self._tools, system=self._system, reward=_Once(self._called).reward
+            question.prompt,
+            question.answer,
+            self._tools,
+            system=self._system,
+            before=self._shots,
+            reward=_Once(self._called).reward,
         )
 
     async def score(self, rollout: Rollout) -> float:
@@ -82,6 +97,18 @@ class _Once:
             return 0.0
         reward, self._left = self._left, 0.0
         return reward
+
+
+def _shown(question: SingleTurn) -> list[Message]:
+    """A question as a model answers it that calls the calculator."""
+    found, answer = _EXPRESSION.search(question.prompt), str(question.answer)
+    call = ToolCall("calculator", {"expression": found.group() if found else answer}, "shot00000")
+    return [
+        Message("user", question.prompt),
+        Message("assistant", "", (call,)),
+        Message("tool", answer, tool_call_id=call.call_id, name=call.name),
+        Message("assistant", answer),
+    ]
 
 
 def calculator(expression: str) -> int | float:

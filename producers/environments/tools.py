@@ -139,7 +139,8 @@ class Toolbox:
 class ToolUse:
     """An episode in which each turn with calls is answered by their results; one without ends it, to be scored.
 
-    `reward` says what a turn's results are worth at once, beside the final reward.
+    `reward` says what a turn's results are worth at once, beside the final reward. `before` are messages between system
+    and prompt: conversations that show how it is done.
     """
 
     def __init__(
@@ -149,10 +150,11 @@ class ToolUse:
         tools: Toolbox,
         *,
         system: str = "",
+        before: Sequence[Message] = (),
         reward: Callable[[Sequence[Result]], float] = lambda results: 0.0,
     ) -> None:
         self._answer, self._tools, self._reward = answer, tools, reward
-        messages = (Message("user", prompt),)
+        messages = (*before, Message("user", prompt))
         self._messages = (Message("system", system), *messages) if system else messages
 
     @property

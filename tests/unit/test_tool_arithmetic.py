@@ -6,6 +6,7 @@ import pytest
 
 from headrace.config import EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
+from producers.chat import ByteChat
 from producers.environments.arithmetic import Arithmetic
 from producers.environments.registry import build_environment
 from producers.environments.tool_arithmetic import ToolArithmetic, calculator
@@ -91,6 +92,20 @@ def test_questions_are_those_of_arithmetic() -> None:
     assert first.tools[0]["function"]["parameters"]["properties"]["expression"]["type"] == "string"
 
 
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL, PLAIN, None])
+async def test_shots_show_how_it_is_done(template: str | None) -> None:
+    environment = ToolArithmetic(shots=2)
+    game = await played(lambda shown: "7", environment, template)
+    chat = byte_chat(template) if template else ByteChat()
+    shown = game.transcript.token_ids()
+    text = chat.text(shown) if isinstance(chat, ByteChat) else chat.written(shown)
+    for index in (len(environment) // 4, len(environment) * 3 // 4):
+        question = environment.episode("train", index, 0)
+        assert text.count(f'"expression": "{asked((await question.reset()).messages[-1].content)}"') == 1
+        assert text.count(str(question.answer)) >= 2
+    assert game.transcript.sampled == len("7") + 1
+
+
 @pytest.mark.parametrize(
     ("expression", "value"), [("12 * (3 + 4)", 84), (" 7 - -2", 9), ("6 / 4", 1.5), ("+1.5", 1.5), ("2 * 3 - 1", 5)]
 )
@@ -112,6 +127,7 @@ def test_what_is_no_sum_raises(expression: str) -> None:
     [
         ({"called": 2}, "tool_arithmetic: called = 2 is not between 0 and 1"),
         ({"digits": 0}, "digits = 0 is not between"),
+        ({"shots": 9}, "shots = 9 is not"),
     ],
 )
 def test_bad_options_are_one_sentence(options: dict[str, object], sentence: str) -> None:
