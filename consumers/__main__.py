@@ -37,6 +37,7 @@ async def start(service: Service, told: Invocation) -> None:
     publisher = Publisher(port, taken.fence, parts.layout, told.run_id, config.weights.max_live_versions)
     labels = {environment.called for environment in config.environments}
     progress = Progress(parts.folder, lane, metrics, taken.fence.incarnation, labels)
+    progress.bounds(config.staleness.max_lag, config.broker.retain_bytes)
     loops = TrainerLoops(service, port, parts, publisher, progress)
     endpoint = Endpoint(metrics, loops.health, told.metrics_token)
     loops.metrics_url = await endpoint.start(told.metrics_host or config.telemetry.host, told.metrics_port)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from broker.api import Balance, Peer
+from broker.api import Balance, Peer, QueueDepths
 from broker.messages import Group, StepEntry
 from consumers.batch import Batch
 from consumers.evaluation import Result, paired
@@ -87,6 +88,23 @@ class Progress:
             ("trainer_producers_missing", len(producers) - sum(producers), "Producers that fell silent"),
         ):
             self._metrics.gauge(name, value, help=help_)
+
+    def broker(self, balance: Iterable[Balance], depths: QueueDepths, used: int, limit: int) -> None:
+        """The balance sheet, what waits, and the broker's memory in bytes (limit 0: none), for the metrics."""
+        for sheet in balance:
+            rows = {"admitted": sheet.admitted, "outstanding": sheet.outstanding, **sheet.verdicts}
+            for row, tasks in rows.items():
+                self._metrics.gauge("balance_tasks", tasks, help="Tasks by row of the sheet", kind=sheet.kind, row=row)
+            self._metrics.gauge("balance_open", not sheet.closed, help="1: the rows do not add up", kind=sheet.kind)
+        for queue, entries in asdict(depths).items():
+            self._metrics.gauge("queue_entries", entries, help="Tasks, groups and dead letters", queue=queue)
+        self._metrics.gauge("broker_memory_bytes", used, help="What Redis uses, for all its runs")
+        self._metrics.gauge("broker_memory_limit_bytes", limit, help="Its maxmemory; 0 for none")
+
+    def bounds(self, max_lag: int, retain_bytes: int) -> None:
+        """What the configuration allows, beside which the metrics are read."""
+        self._metrics.gauge("trainer_max_lag", max_lag, help="staleness.max_lag")
+        self._metrics.gauge("trainer_retain_bytes", retain_bytes, help="broker.retain_bytes")
 
     @property
     def cold(self) -> bool:

@@ -46,6 +46,7 @@ class Watch:
         peers = await self._port.peers()
         self._muster_producers(peers)
         self.note(peers)
+        self._progress.broker(await self._port.balance(), await self._port.depths(), *await self._port.memory())
         now = time.monotonic()
         alive = any(peer.alive for peer in peers if peer.role == "producer")
         if not alive or now - self._asked_at < self._grace_ms / 1000:

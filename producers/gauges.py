@@ -141,6 +141,8 @@ class Gauges:
         self._read_at, self._read_stats, self._read_lane = now, stats, lane
         for name in ("tokens_per_s", "occupancy", "idle", "slots", "busy_slots", "waiting"):
             self._metrics.gauge(name, figures[name])
+        if self._engine.version is not None:
+            self._metrics.gauge("version_step", self._engine.version.step, help="Step of the version it samples from")
         self._metrics.gauge("event_loop_lag_seconds", event_loop_lag_s, help="How late the event loop woke up last")
         if self._journal is not None:
             seconds = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from broker.api import Balance, Peer
+from broker.api import Balance, Peer, QueueDepths
 from broker.messages import Group, GroupDelivery, Trajectory, VersionSpan
 from consumers import evaluation
 from consumers.batch import Batch
@@ -207,3 +207,24 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ServiceError, match="cannot be written"):
         Progress(tmp_path / "file", Lane("trainer", "load"), Metrics("r", "trainer"), 1, ())
+
+
+def test_metrics_say_what_the_broker_holds(tmp_path: Path) -> None:
+    metrics = Metrics("r", "trainer")
+    progress = Progress(tmp_path, Lane("trainer", "load"), metrics, 1, ())
+    progress.bounds(4, 1 << 20)
+    sheets = [Balance("train", 7, 2, {"trained": 4, "dead": 1}), Balance("eval", 3, 0, {"trained": 2})]
+    progress.broker(sheets, QueueDepths(1, 2, 3, 4, 5), 100, 200)
+    progress.close()
+    said = metrics.render().decode()
+    for line in (
+        'balance_tasks{kind="train",row="admitted",run="r",service="trainer"} 7.0',
+        'balance_tasks{kind="train",row="trained",run="r",service="trainer"} 4.0',
+        'balance_open{kind="train",run="r",service="trainer"} 0.0',
+        'balance_open{kind="eval",run="r",service="trainer"} 1.0',
+        'queue_entries{queue="tasks_held",run="r",service="trainer"} 2.0',
+        'queue_entries{queue="dead",run="r",service="trainer"} 5.0',
+        'broker_memory_limit_bytes{run="r",service="trainer"} 200.0',
+        'trainer_max_lag{run="r",service="trainer"} 4.0',
+    ):
+        assert f"headrace_{line}" in said, line
