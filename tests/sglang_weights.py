@@ -123,3 +123,20 @@ async def running(client: SglangClient, count: int) -> None:
 
 def fresh(folder: Path, model: Path, dtype: str = "float32") -> Staged:
     return Staged(tiny_layout(dtype), model, "tests", folder)
+
+
+def renamed(staged: Staged, name: str, other: str) -> None:
+    """In the sealed file only: to a server one tensor is missing, and there is one that it does not know."""
+    patched(staged, f'"{name}"'.encode(), f'"{other}"'.encode())
+
+
+def patched(staged: Staged, before: bytes, after: bytes) -> None:
+    """In the header of the sealed file, which stays as long as it is."""
+    with staged.file.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length)
+        assert header.count(before) == 1
+        changed = header.replace(before, after).rstrip().ljust(length)
+        assert len(changed) == length
+        file.seek(8)
+        file.write(changed)

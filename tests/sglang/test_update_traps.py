@@ -74,7 +74,7 @@ async def test_a_folder_that_lacks_a_tensor_is_found_out_and_reloaded(
         stage(staged, 2)
         renamed(staged, "model.norm.weight", "model.nose.weight")
         with pytest.raises(
-            UpdateFailed, match="says that it has loaded the version, but 1 of 14 .*: model.norm.weight"
+            UpdateFailed, match=r"says that it has loaded the version, but 1 of 14 .*: model\.norm\.weight"
         ) as caught:
             await updater.update(staged, "1.2")
         assert caught.value.half_way
@@ -114,7 +114,7 @@ async def test_a_folder_that_cannot_be_read_is_a_clean_refusal(
     async with decoding(sglang_client, 1, 200) as requests:
         stage(staged, 2)
         staged.file.rename(staged.folder / "elsewhere")
-        with pytest.raises(UpdateFailed, match="did not come into .*: Failed to get weights iterator") as caught:
+        with pytest.raises(UpdateFailed, match=r"did not come into .*: Failed to get weights iterator") as caught:
             await updater.update(staged, "1.2")
         assert not caught.value.half_way
         # It goes on with what it had.
