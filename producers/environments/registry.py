@@ -41,6 +41,8 @@ def sizes_of(name: str, environment: Environment) -> tuple[int, int]:
     for method in ("__len__", "eval_size"):
         try:
             answer = getattr(environment, method)()
+        except EnvironmentLoadError:
+            raise
         except Exception as error:
             raise EnvironmentLoadError(f"environment {name!r}: its {method} failed ({reason(error)})") from error
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < LARGEST_SIZE:
@@ -67,6 +69,12 @@ def _arithmetic() -> Any:
     return Arithmetic
 
 
+def _dataset() -> Any:
+    from producers.environments.dataset import Dataset
+
+    return Dataset
+
+
 def _reasoning_gym() -> Any:
     from producers.environments.reasoning_gym_adapter import ReasoningGym
 
@@ -87,6 +95,7 @@ def _tool_arithmetic() -> Any:
 
 BUILT_IN: dict[str, Callable[[], Any]] = {
     "arithmetic": _arithmetic,
+    "dataset": _dataset,
     "guess_number": _guess_number,
     "reasoning_gym": _reasoning_gym,
     "tool_arithmetic": _tool_arithmetic,
