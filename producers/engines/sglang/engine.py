@@ -3,7 +3,7 @@
 Wait graph. `generate` waits for its job. A job waits in one queue until a server has room for it (woken by `pump`,
 which runs whenever a job comes or ends or a server changes), then for its server's answer or for the server's end.
 `commit` waits for the updates of all servers, each of which pauses for its own load alone and has a deadline. The loops
-of the servers stand in `producers/engines/sglang/replica.py`. No server waits for another.
+of the servers stand in `producers/engines/replica.py`. No server waits for another.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from headrace.errors import EngineError, ModelError
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request
+from producers.engines.replica import Offer
 from producers.engines.seeds import request_seed
 from producers.engines.sglang.buffers import Buffers
 from producers.engines.sglang.dispatch import Dispatcher
@@ -33,7 +34,7 @@ from producers.engines.sglang.options import Options, server_flags
 from producers.engines.sglang.place import Place
 from producers.engines.sglang.probing import probe, sampling_fault
 from producers.engines.sglang.refill import group_key
-from producers.engines.sglang.replica import Offer, Replica
+from producers.engines.sglang.replica import SglangReplica
 from producers.engines.sglang.spans import Labels
 from producers.engines.sglang.staged import sweep
 from producers.engines.stops import Decode
@@ -70,7 +71,7 @@ class SglangEngine:
         self._buffers = Buffers(folder)
         self._labels = Labels(f"local.{secrets.token_hex(4)}")
         self._dispatcher = Dispatcher(options.kv, decode, self._changed)
-        self._replicas: tuple[Replica, ...] = ()
+        self._replicas: tuple[SglangReplica, ...] = ()
         self._keepers: list[asyncio.Task[None]] = []
         self._jobs: dict[str, Job] = {}
         """By request id: those whose `generate` waits."""
@@ -85,7 +86,7 @@ class SglangEngine:
         self.lane = Lane("engine", "start")
 
     @property
-    def replicas(self) -> tuple[Replica, ...]:
+    def replicas(self) -> tuple[SglangReplica, ...]:
         return self._replicas
 
     @property
@@ -196,7 +197,7 @@ class SglangEngine:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
         self._buffers.close()
 
-    def _replica(self, index: int) -> Replica:
+    def _replica(self, index: int) -> SglangReplica:
         options = self._options
         if options.urls:
             name, url = options.urls[index], options.urls[index]
@@ -207,7 +208,7 @@ class SglangEngine:
             flags = server_flags(args, options.kv, self._dtype)
             spec = LaunchSpec(self._folder, options.python, (*flags, *args), env, self._logs, options.start_s)
             place = Place(name, options, spec=spec)
-        return Replica(name, place, options, self._labels, self._slots, self._changed_replica)
+        return SglangReplica(name, place, options, self._labels, self._slots, self._changed_replica)
 
     def _admit(self, request: Request) -> Job:
         """Raises EngineError."""

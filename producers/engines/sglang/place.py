@@ -16,13 +16,6 @@ CONNECT_S = 30.0
 """For a server given by its URL to answer for the first time."""
 PROBE_S = 5.0
 """For a server that was started to answer after something failed; else it is started anew."""
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 60.0
-
-
-def backoff_s(failures: int) -> float:
-    """Seconds until the next try, at random, so that not all try at the same moment."""
-    most = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 16))
-    return random.uniform(most / 2, most)
 
 
 class Place:
