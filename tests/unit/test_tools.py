@@ -13,7 +13,8 @@ import pytest
 
 from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Done, Message, ToolCall, Turn
-from producers.environments.tools import LONGEST_RESULT, MOST_THREADS, Tool, Toolbox, ToolUse, described
+from producers.environments.tool_schemas import Tool, described
+from producers.environments.tools import LONGEST_RESULT, MOST_THREADS, Toolbox, ToolUse
 from producers.rollout import play
 from tests.replies import player_of
 from tests.rollouts import TASK, Chats
