@@ -1,8 +1,9 @@
 """The backlog of scores: while one environment's is long, its tasks are held back, so that others' go on. Pure.
 
-An environment is behind when `Capacity.most_unscored` of its groups are decoded and wait for scores. From then on its
-tasks are held back before they begin, in the order in which they came, until fewer than that are in play; but only
-where tasks of another environment flow: alone, it holds up nobody, and the other bounds of `Capacity` are enough.
+In a run with several environments, one is behind when `Capacity.most_unscored` of its groups are decoded and wait for
+scores. From then on its tasks are held back before they begin, in the order in which they came, until fewer than that
+are in play. Unscored groups count against that bound alone, so they take no place of other environments; all that is
+held counts against `Capacity.most_held`. A single environment is in nobody's way: there the unscored count as decoded.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def flows(loads: Loads, capacity: Capacity) -> bool:
 def must_hold_back(environment: str, loads: Loads, capacity: Capacity) -> bool:
     """Whether a task that is about to begin is held back first."""
     load = loads[environment]
-    return (load.held_back > 0 or load.unscored >= capacity.most_unscored) and flows(loads, capacity)
+    return capacity.environments > 1 and (load.held_back > 0 or load.unscored >= capacity.most_unscored)
 
 
 def may_begin(environment: str, loads: Loads, capacity: Capacity) -> bool:
@@ -65,20 +66,14 @@ def may_begin(environment: str, loads: Loads, capacity: Capacity) -> bool:
 
 
 def room(held: Collection[Held], version: PolicyVersion | None, capacity: Capacity) -> int:
-    """Tasks to take now: none before a version is there, nor while a task waits for a newer one, nor while all that is
-    here is of environments that are behind.
+    """Tasks to take now: none before a version is there, nor while a task waits for a newer one.
 
-    Of several environments, unscored groups count only against their own bound and `Capacity.most_held`, so that one
-    environment's do not use up the others' places. A lost task takes no room, so that it can come again: for that
-    moment, twice as many may be held.
+    A lost task takes no room, so that it can come again: for that moment, twice as many may be held.
     """
     if version is None or any(task.waits_for_version for task in held):
         return 0
-    loads = loads_of(held)
-    several = len(loads) > 1
-    if (several or any(load.held_back for load in loads.values())) and not flows(loads, capacity):
-        return 0
+    loads = loads_of(held).values()
     playing = sum(task.in_play.playing for task in held if not task.lost and not task.held_back)
-    decoded = sum(load.scored + (0 if several else load.unscored) for load in loads.values())
+    decoded = sum(load.scored + (load.unscored if capacity.environments == 1 else 0) for load in loads)
     count = sum(not task.lost for task in held)
     return min(capacity.tasks_to_take(playing, decoded), max(0, capacity.most_held - count))

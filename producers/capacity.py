@@ -16,6 +16,8 @@ class Capacity:
 
     slots: int
     group_size: int
+    environments: int = 1
+    """That are trained on."""
 
     @property
     def most_playing(self) -> int:

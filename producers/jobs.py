@@ -1,8 +1,8 @@
 """The jobs of a producer: each plays one task that it holds, from when it is taken until its group is published.
 
-A job waits for a version as new as its task asks for (`committed`), until its environment's scores are not
-behind any more (`eased`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the
-task's deadline, by `lose`, by `stop_stragglers`, or after `drain`.
+A job waits for a version as new as its task asks for (`committed`), until its environment's scores are not behind any
+more (`eased`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the task's
+deadline, by `lose`, by `stop_stragglers`, or after `drain`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from broker.messages import Group, TaskDelivery
 from headrace.config import Config
 from headrace.errors import BrokerUnavailable, Refused
 from headrace.version import PolicyVersion
+from producers.backlog import Loads, flows, loads_of, may_begin, must_hold_back, room
 from producers.capacity import Capacity
 from producers.gauges import Gauges
 from producers.group import Stage, failed_group, play_group
 from producers.holding import Held, phase, too_old
 from producers.in_play import InPlay
 from producers.stragglers import reason, stragglers
-from producers.backlog import Loads, flows, loads_of, may_begin, must_hold_back, room
 from weightsync.receiver import Commit
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class Jobs:
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity(self.stage.player.engine.slots, self.config.trainer.group_size)
+        environments = sum(environment.weight > 0 for environment in self.config.environments)
+        return Capacity(self.stage.player.engine.slots, self.config.trainer.group_size, environments)
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -214,7 +215,7 @@ class Jobs:
                         while not may_begin(environment, self._loads, self.capacity):
                             await self.eased.wait()
                         return ""
-                # Without others nobody is kept from anything: then it waits on.
+                # Where no other environment's go on, it is in nobody's way.
                 if flows(self._loads, self.capacity):
                     return f"environment {environment!r} is {self.capacity.most_unscored} groups behind with its scores"
         finally:
