@@ -1,56 +1,29 @@
-"""Engine "sglang": several SGLang servers as one engine, each with its own version of the weights.
-
-Wait graph. `generate` waits for its job. A job waits in one queue until a server has room for it (woken by `pump`,
-which runs whenever a job comes or ends or a server changes), then for its server's answer or for the server's end.
-`commit` waits for the updates of all servers, each of which pauses for its own load alone and has a deadline. The loops
-of the servers stand in `producers/engines/replica.py`. No server waits for another.
-"""
+"""Engine "sglang": several SGLang servers as one engine, started here or given by URL."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from headrace.errors import EngineError, ModelError
-from headrace.telemetry.phases import Lane
-from headrace.version import PolicyVersion
-from producers.engines.api import Completion, EngineStats, Progress, Request
-from producers.engines.replica import Offer
-from producers.engines.seeds import request_seed
-from producers.engines.sglang.buffers import Buffers
-from producers.engines.sglang.dispatch import Dispatcher
-from producers.engines.sglang.job import Job
+from producers.engines.api import SamplingParams
+from producers.engines.servers import MOST_TOKENS, ServersEngine
 from producers.engines.sglang.launch import LaunchSpec
 from producers.engines.sglang.options import Options, server_flags
 from producers.engines.sglang.place import Place
 from producers.engines.sglang.probing import probe, sampling_fault
-from producers.engines.sglang.refill import group_key
 from producers.engines.sglang.replica import SglangReplica
-from producers.engines.sglang.spans import Labels
-from producers.engines.sglang.staged import sweep
 from producers.engines.stops import Decode
-from weightsync.manifest import Layout
 
-log = logging.getLogger(__name__)
-
-SAMPLE_S = 0.25
-"""Between two counts of the busy slots."""
-MOST_TOKENS = 1 << 30
 KEY_VARIABLE = "HEADRACE_SGLANG_KEY"
 """Admin key of the servers that are given by URL."""
 
 
-class SglangEngine:
+class SglangEngine(ServersEngine[SglangReplica]):
     """Decodes on servers, at most `slots` requests at once."""
+
+    kind = "sglang"
 
     def __init__(
         self,
@@ -65,137 +38,29 @@ class SglangEngine:
     ) -> None:
         """`folder`: the model's. `decode`: token ids to text, for stop strings that begin in one request to a server
         and end in the next."""
-        self._folder, self._options, self._dtype = folder, options, dtype
-        self._slots, self._context_length, self._seed = slots, context_length, seed
+        super().__init__(folder, options.kv, slots=slots, context_length=context_length, seed=seed, decode=decode)
+        self._options, self._dtype = options, dtype
         self._logs: Path | None = None
-        self._buffers = Buffers(folder)
-        self._labels = Labels(f"local.{secrets.token_hex(4)}")
-        self._dispatcher = Dispatcher(options.kv, decode, self._changed)
-        self._replicas: tuple[SglangReplica, ...] = ()
-        self._keepers: list[asyncio.Task[None]] = []
-        self._jobs: dict[str, Job] = {}
-        """By request id: those whose `generate` waits."""
-        self._version: PolicyVersion | None = None
-        self._committing = asyncio.Lock()
-        self._broken: EngineError | None = None
-        self._started = self._closed = False
-        self._vocabulary = _vocabulary(folder)
-        self._turned = asyncio.Event()
-        """Set whenever a server changes."""
-        self._steps = self._busy_steps = 0
-        self.lane = Lane("engine", "start")
-
-    @property
-    def replicas(self) -> tuple[SglangReplica, ...]:
-        return self._replicas
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
-    def version(self) -> PolicyVersion | None:
-        """The oldest that a serving server has; the committed one where none serves."""
-        serving = (replica.version for replica in self.replicas if replica.state in ("serving", "updating"))
-        return min((version for version in serving if version is not None), default=self._version)
 
     def join_run(self, run_id: str, folder: str) -> None:
         """Before `start`: whose versions these are, and where the output of servers belongs; "" is nowhere."""
-        self._buffers.run_id = run_id
-        self._labels = Labels(f"{run_id}.{secrets.token_hex(4)}")
+        super().join_run(run_id, folder)
         self._logs = Path(folder) / "logs" if folder and Path(folder).is_dir() else None
 
-    async def start(self) -> None:
-        """Waits until every server has answered. Raises EngineError with why one does not, or cannot be used."""
-        await asyncio.to_thread(sweep)
-        self._dispatcher.labels = self._labels
-        self._replicas = tuple(self._replica(index) for index in range(self._options.servers))
-        self._dispatcher.replicas = self._replicas
-        self._keepers = [asyncio.create_task(one.keep(), name=f"keep-{one.name}") for one in self.replicas]
-        self._keepers.append(asyncio.create_task(self._sample(), name="sglang-sample"))
-        try:
-            for replica in self.replicas:
-                await replica.begun.wait()
-                if replica.state == "lost":
-                    raise EngineError(f"server {replica.name} cannot be used: {replica.why}")
-                await probe(replica.client, replica.info, self._options.kv)
-        except BaseException:
-            await self.close()
-            raise
+    def _make_replicas(self) -> tuple[SglangReplica, ...]:
+        return tuple(self._replica(index) for index in range(self._options.servers))
+
+    async def _accept(self, replica: SglangReplica) -> None:
+        await probe(replica.client, replica.info, self._options.kv)
+
+    def _fit(self) -> None:
         self._slots = self._dispatcher.slots = min(self._slots, sum(replica.running for replica in self.replicas))
         self._dispatcher.slots += sum(replica.most - min(replica.most, replica.running) for replica in self.replicas)
         longest = min(_longest(replica.info) for replica in self.replicas)
         self._context_length = min(self._context_length, longest)
-        self._started = True
-        self._changed()
 
-    async def generate(self, request: Request) -> Completion:
-        job = self._admit(request)
-        if job.limit <= 0:
-            job.complete("length", time.perf_counter())
-            return job.done.result()
-        self._jobs[request.request_id] = job
-        self._dispatcher.submit(job)
-        try:
-            return await job.done
-        finally:
-            self._jobs.pop(request.request_id, None)
-            self._dispatcher.drop(job)
-
-    def abort(self, request_id: str) -> None:
-        job = self._jobs.get(request_id)
-        if job is not None:
-            self._dispatcher.abort(job)
-
-    def progress(self, request_id: str) -> Progress | None:
-        job = self._jobs.get(request_id)
-        return job.progress() if job is not None else None
-
-    def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
-        return self._buffers.back(layout)
-
-    async def commit(self, version: PolicyVersion) -> float:
-        """Returns the seconds of the server that stood still longest. One that fails is out until it is reloaded.
-
-        Without a staged version the servers' own weights are called so.
-        """
-        async with self._committing:
-            self._check_running()
-            offer = Offer(version, await self._buffers.turn(version))
-            first = self._version is None
-            self._version = version
-            seconds = await asyncio.gather(*(replica.offer(offer) for replica in self.replicas))
-            if first:
-                await self._one_serves()
-            return max(seconds, default=0.0)
-
-    def stats(self) -> EngineStats:
-        counts = self._dispatcher.counts
-        return EngineStats(
-            slots=self._slots,
-            busy_slots=min(self._dispatcher.open, self._slots),
-            waiting=len(self._dispatcher.waiting) + max(0, self._dispatcher.open - self._slots),
-            decode_steps=self._steps,
-            decoded_tokens=counts.decoded,
-            prefill_tokens=counts.prefilled,
-            busy_slot_steps=self._busy_steps,
-            recomputed_tokens=counts.recomputed,
-        )
-
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        await self._dispatcher.close()
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        await asyncio.gather(*(replica.close() for replica in self.replicas))
-        self._buffers.close()
+    def _fault(self, sampling: SamplingParams) -> str | None:
+        return sampling_fault(sampling.temperature, sampling.top_p, sampling.top_k)
 
     def _replica(self, index: int) -> SglangReplica:
         options = self._options
@@ -209,83 +74,6 @@ class SglangEngine:
             spec = LaunchSpec(self._folder, options.python, (*flags, *args), env, self._logs, options.start_s)
             place = Place(name, options, spec=spec)
         return SglangReplica(name, place, options, self._labels, self._slots, self._changed_replica)
-
-    def _admit(self, request: Request) -> Job:
-        """Raises EngineError."""
-        self._check_running()
-        if self._version is None:
-            raise EngineError("the sglang engine has no policy version yet; commit one first")
-        prompt, sampling = request.prompt_ids_P, request.sampling
-        if len(prompt) == 0:
-            raise EngineError(f"request {request.request_id} has an empty prompt")
-        if prompt.min() < 0 or prompt.max() >= self._vocabulary:
-            # It would end the server's scheduler, and all that runs there.
-            raise EngineError(
-                f"request {request.request_id} holds token {prompt.max()}, beyond the model's vocabulary of "
-                f"{self._vocabulary}"
-            )
-        if fault := sampling_fault(sampling.temperature, sampling.top_p, sampling.top_k):
-            raise EngineError(fault)
-        return Job(
-            request=request,
-            key=group_key(request.request_id, prompt.tobytes()),
-            seed=request_seed(request, self._seed),
-            limit=min(sampling.max_new_tokens, self._context_length - len(prompt)),
-            done=asyncio.get_running_loop().create_future(),
-            asked_at=time.perf_counter(),
-        )
-
-    def _check_running(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self._closed or not self._started:
-            raise EngineError("the sglang engine is not running")
-
-    async def _one_serves(self) -> None:
-        """The first version counts as committed once a server has it. Raises EngineError when none is left."""
-        while self._broken is None and not any(replica.state == "serving" for replica in self.replicas):
-            self._turned.clear()
-            await self._turned.wait()
-        self._check_running()
-
-    def _changed_replica(self) -> None:
-        """A server changed: there may be room, or none may be left."""
-        if self._started and not self._closed and all(replica.state == "lost" for replica in self.replicas):
-            reasons = "; ".join(f"{replica.name}: {replica.why}" for replica in self.replicas)
-            self._broken = EngineError(f"no SGLang server is left ({reasons})")
-            self._dispatcher.fail(self._broken)
-        self._turned.set()
-        self._dispatcher.pump()
-
-    def _changed(self) -> None:
-        self.lane.enter(self._phase())
-
-    def _phase(self) -> str:
-        """What the whole does. Time in which no server serves is waiting, like that without tasks."""
-        states = {replica.state for replica in self.replicas}
-        if self._version is None or not self._started:
-            return "wait_start" if self._started else "start"
-        if self._dispatcher.open:
-            return "decode" if "serving" in states else "swap"
-        return "wait_servers" if self._dispatcher.waiting else "wait_tasks"
-
-    async def _sample(self) -> None:
-        """Counts busy slots from time to time: servers do not tell of their steps."""
-        while True:
-            await asyncio.sleep(SAMPLE_S)
-            if busy := min(self._dispatcher.open, self._slots):
-                self._steps += 1
-                self._busy_steps += busy
-
-
-def _vocabulary(folder: Path) -> int:
-    """Of the model; no bound where its folder does not say."""
-    try:
-        found = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: {folder}/config.json cannot be read: {error}") from error
-    text = found.get("text_config") or found
-    return int(text.get("vocab_size") or MOST_TOKENS)
 
 
 def _longest(info: dict[str, Any]) -> int:
