@@ -49,6 +49,8 @@ class ServersEngine(abc.ABC, Generic[R]):
 
     kind: str
     """The engine's name, for messages."""
+    makes: str
+    """Of its servers, for messages."""
 
     def __init__(
         self, folder: Path, kv: Kv, *, slots: int, context_length: int, seed: int, decode: Decode | None
@@ -240,7 +242,7 @@ class ServersEngine(abc.ABC, Generic[R]):
         """A server changed: there may be room, or none may be left."""
         if self._started and not self._closed and all(replica.state == "lost" for replica in self.replicas):
             reasons = "; ".join(f"{replica.name}: {replica.why}" for replica in self.replicas)
-            self._broken = EngineError(f"no server is left ({reasons})")
+            self._broken = EngineError(f"no {self.makes} server is left ({reasons})")
             self._dispatcher.fail(self._broken)
         self._turned.set()
         self._dispatcher.pump()

@@ -23,7 +23,7 @@ KEY_VARIABLE = "HEADRACE_SGLANG_KEY"
 class SglangEngine(ServersEngine[SglangReplica]):
     """Decodes on servers, at most `slots` requests at once."""
 
-    kind = "sglang"
+    kind, makes = "sglang", "SGLang"
 
     def __init__(
         self,
