@@ -75,6 +75,21 @@ def body(count: int, rid: str, prompt: Sequence[int] = PROMPT, temperature: floa
     return {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "rid": rid}
 
 
+def replayed_logprobs(seeds: Sequence[int], prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+    """[len(tokens)] of a decoder that keeps its keys and values: token i is sampled by the weights of `seeds[i]`."""
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    found, new = [], list(prompt)
+    with torch.no_grad():
+        for seed, token in zip(seeds, tokens, strict=True):
+            logits = model_of(seed)(torch.tensor([new]), past_key_values=cache, use_cache=True).logits[0, -1]
+            found.append(float(logits.log_softmax(-1)[token]))
+            new = [token]
+    return np.array(found, np.float32)
+
+
 async def assert_serves(client: SglangClient, seed: int, dtype: str = "float32", rid: str = "check") -> None:
     """It decodes greedily with exactly that version's weights, and nothing of an older one is in its cache."""
     import torch

@@ -46,8 +46,10 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 def truncated(staged: Staged) -> None:
-    with staged.file.open("r+b") as file:
-        file.truncate(file.seek(0, 2) - 4096)
+    """Another file in its place, as this process has its own mapped."""
+    short = staged.folder / "short"
+    short.write_bytes(staged.file.read_bytes()[:-4096])
+    short.replace(staged.file)
 
 
 def bent(staged: Staged) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from producers.engines.sglang.answers import Generated
 from producers.engines.sglang.client import SglangClient
-from producers.engines.sglang.loading import KvMode, MeansName
+from producers.engines.sglang.loading import KvMode, MeansName, UpdateFailed
 from producers.engines.sglang.staged import Staged
 from producers.engines.sglang.updates import Updater, capabilities
 from tests.sglang_weights import (
@@ -23,6 +24,8 @@ from tests.sglang_weights import (
     expected_logprobs,
     fresh,
     logprobs_of,
+    renamed,
+    replayed_logprobs,
     stage,
 )
 
@@ -220,3 +223,48 @@ async def test_recomputed_keys_and_values_are_of_the_new_weights(sglang_client: 
         for span, seed in zip(spans, (1, 2), strict=True):
             right = expected_logprobs(seed, [*PROMPT, number], answer.output_ids)[span.start : span.end]
             assert np.abs(logprobs[span.start : span.end] - right).max() < 1e-3
+
+
+async def test_kept_keys_and_values_are_of_the_weights_that_made_them(
+    sglang_client: SglangClient, staged: Staged
+) -> None:
+    """Against a decoder that swaps its weights where the server says that it did."""
+    updater = Updater(sglang_client, await capabilities(sglang_client), "keep", "folder")
+    await updater.update(staged, str(stage(staged, 1)))
+    await sglang_client.flush_cache(timeout_s=30.0)
+    async with decoding(sglang_client, 2, 200) as requests:
+        for seed in (2, 3):
+            await updater.update(staged, str(stage(staged, seed)))
+        answers = await asyncio.gather(*requests)
+    for number, answer in enumerate(answers):
+        spans = answer.meta_info.weight_versions
+        assert spans is not None
+        assert [span.version for span in spans] == ["1.1", "1.2", "1.3"]
+        seeds = [seed for span, seed in zip(spans, (1, 2, 3), strict=True) for _ in range(span.start, span.end)]
+        kept = replayed_logprobs(seeds, [*PROMPT, number], answer.output_ids)
+        logprobs = logprobs_of(answer)
+        assert np.abs(logprobs - kept).max() < 1e-3
+        # A version too many or too few anywhere would be seen.
+        shifted = replayed_logprobs([seeds[0], *seeds[:-1]], [*PROMPT, number], answer.output_ids)
+        assert np.abs(logprobs - shifted).max() > 1e-2
+
+
+async def test_a_server_without_checksums_is_compared_by_rows(
+    sglang_client: SglangClient, staged: Staged, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = await capabilities(sglang_client)
+    found = replace(found, routes=found.routes - {"/weights_checker"})
+    updater = Updater(sglang_client, found, "recompute", "folder")
+    with caplog.at_level(logging.INFO):
+        for seed in (1, 2):
+            await updater.update(staged, str(stage(staged, seed)))
+            await assert_serves(sglang_client, seed)
+    assert "only the first row of each tensor, as this server computes no checksums (it has no /weig" in caplog.text
+    stage(staged, 3)
+    renamed(staged, "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_prox.weight")
+    with pytest.raises(
+        UpdateFailed, match=r"1 of 20 tensors have another first row .*: model\.layers\.1\.mlp\.up_proj"
+    ):
+        await updater.update(staged, "1.3")
+    await updater.reload(staged, str(stage(staged, 1)))
+    await assert_serves(sglang_client, 1)

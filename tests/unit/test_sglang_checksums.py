@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from producers.engines.sglang.checksums import SAMPLES, ChecksumChecker, RowChecker, checksums_of, made, sources
+from producers.engines.sglang.checksums import SAMPLES, ChecksumChecker, RowChecker, checksums_of
 from producers.engines.sglang.digesting import sha_64
+from producers.engines.sglang.forms import made, sources
 from producers.engines.sglang.staged import Staged
 from weightsync.manifest import Layout
 
@@ -59,9 +61,10 @@ def stage(model: Path, seed: int = 0, dtype: str = "float32") -> Staged:
 class Server:
     """Its tensors as SGLang keeps them, in memory: fused, padded, in its dtype."""
 
-    def __init__(self, dtype: str = "float32", ranks: int = 1) -> None:
+    def __init__(self, dtype: str = "float32", ranks: int = 1, strange: str = "-") -> None:
         self.dtype = DTYPES[dtype]
         self.ranks = ranks
+        self.strange = strange
         self.kept: dict[str, torch.Tensor] = {}
         self.asked: list[list[str]] = []
 
@@ -98,13 +101,31 @@ class Server:
         assert action == "checksum"
         self.asked.append(list(skip_tensor_list))
         kept = {name: t for name, t in self.kept.items() if not any(skip in name for skip in skip_tensor_list)}
-        found = {name: sha_64([t.reshape(-1).view(torch.uint8).numpy()]) for name, t in kept.items()}
-        # Of several ranks each would have its own shards of all but the norms.
         ranks = [
-            {name: value if not rank or "norm" in name else f"{rank:016x}" for name, value in found.items()}
+            {
+                "checksums": {
+                    name: sha_64([self.shard(name, tensor, rank).reshape(-1).view(torch.uint8).numpy()])
+                    for name, tensor in kept.items()
+                },
+                "parallelism_info": [{"role": "target", "tp_rank": rank, "tp_size": self.ranks}],
+            }
             for rank in range(self.ranks)
         ]
-        return {"success": True, "ranks": [{"checksums": rank} for rank in ranks]}
+        return {"success": True, "ranks": ranks}
+
+    def shard(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """By rows or columns; of keys and values there are two heads, which two ranks share where there are four."""
+        if "norm" in name or self.ranks == 1:
+            return tensor
+        if self.strange in name:
+            return tensor[rank :: self.ranks].contiguous()
+        if "qkv_proj" in name:
+            query, key, value = tensor.split([8, 4, 4])
+            head = rank * 2 // self.ranks
+            return torch.cat([query.chunk(self.ranks)[rank], key.chunk(2)[head], value.chunk(2)[head]])
+        if "gate_up_proj" in name:
+            return torch.cat([half.chunk(self.ranks)[rank] for half in tensor.chunk(2)])
+        return tensor.chunk(self.ranks, 1 if "o_proj" in name or "down_proj" in name else 0)[rank].contiguous()
 
     async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any:
         for fused, parts in {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}.items():
@@ -203,16 +224,54 @@ async def test_a_sample_finds_what_is_wrong_in_its_turn_and_whole_at_once(model:
     assert faults[0].endswith("have other checksums than the staged ones: model.norm.weight")
 
 
-async def test_of_several_ranks_the_norms_are_compared(model: Path) -> None:
-    server, first, second = Server(ranks=2), stage(model, 0), stage(model, 1)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+async def test_of_several_ranks_each_has_its_shard(ranks: int, kept: str, model: Path) -> None:
+    server, first, second = Server(kept, ranks), stage(model, 0), stage(model, 1)
     server.load(first)
     checker = await learned(server)
-    assert checker.what == "the server's checksums of 2 tensors; 8 of the version's cannot be compared"
-    assert not checker.unknown
+    assert checker.what == "the server's checksums of 7 tensors"
+    for staged in (first, second):
+        server.load(staged)
+        checker.prepare(staged)
+        assert await checker.fault(server, staged, whole=True) is None
+    for missing in [spec.name for spec in layout().tensors]:
+        server.load(second)
+        server.load(first, *(spec.name for spec in layout().tensors if spec.name != missing))
+        fault = await checker.fault(server, second, whole=True)
+        assert fault is not None, missing
+        assert fault.startswith("1 of 7 tensors")
+
+
+async def test_what_is_split_in_a_strange_way_is_not_compared_and_told(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, first, second = Server(ranks=2, strange="o_proj"), stage(model, 0), stage(model, 1)
+    server.load(first)
+    checker = await learned(server)
+    assert await checker.fault(server, first, whole=True) is None
+    assert (
+        "1 tensors are split among the ranks of a server in a way that is not known here, and not compared"
+        in caplog.text
+    )
+    assert "of 6 tensors" in checker.what
     server.load(second)
     assert await checker.fault(server, second, whole=True) is None
+    assert await checker.fault(server, first, whole=True) is not None
+
+
+async def test_a_server_of_several_ranks_that_loaded_nothing_is_found_out_at_first(model: Path) -> None:
+    server, first, second = Server(ranks=2), stage(model, 0), stage(model, 1)
     server.load(first)
-    assert await checker.fault(server, second, whole=True) is not None
+    fault = await (await learned(server)).fault(server, second, whole=True)
+    assert fault is not None
+    assert fault.startswith("7 of 7 tensors")
+
+
+@pytest.mark.parametrize("answer", [{}, {"ranks": [{}]}, {"ranks": None}, {"ranks": [{"checksums": []}]}])
+def test_an_answer_that_is_none_is_a_sentence(answer: dict[str, Any]) -> None:
+    with pytest.raises(WeightError, match="what the server answers for its checksums is not understood"):
+        checksums_of(answer)
 
 
 def test_what_tensors_are_made_of() -> None:
@@ -240,7 +299,8 @@ async def test_a_tensor_that_the_server_has_under_no_name_is_unknown(model: Path
 async def test_of_a_pipeline_each_rank_has_its_own(model: Path) -> None:
     class Pipeline(Server):
         async def weights_checker(self, *, action: str, skip_tensor_list: Sequence[str]) -> dict[str, Any]:
-            found = checksums_of(await super().weights_checker(action=action, skip_tensor_list=skip_tensor_list))[0]
+            answer = await super().weights_checker(action=action, skip_tensor_list=skip_tensor_list)
+            found = answer["ranks"][0]["checksums"]
             first = {name: value for name, value in found.items() if name != "model.norm.weight"}
             last = {name: value for name, value in found.items() if name == "model.norm.weight"}
             return {"ranks": [{"checksums": first}, {"checksums": last}]}

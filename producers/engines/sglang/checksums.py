@@ -1,37 +1,35 @@
 """Whether a server computes with what was staged: its own checksums against those of the staged bytes.
 
-A server answers success for a version of which it loaded a part, or nothing (names that it does not know are passed
-over). So after each update it is asked for the checksum of each of its tensors. It fuses some (`qkv_proj`,
-`gate_up_proj`), pads the rows of a vocabulary, and may compute in another dtype than the wire's; which it does is tried
-out once per tensor. A server that computes no checksums is asked for the first row of each tensor instead.
+A server answers success for a version of which it loaded a part, or nothing: names that it does not know are passed
+over. So after each update it is asked for the checksum of each of its tensors, which are of a form of its own
+(`forms.py`). A server that computes no checksums is asked for the first row of each tensor instead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from producers.engines.sglang.digesting import CHECKSUMS, Bytes, converted
+from headrace.errors import WeightError
+from producers.engines.sglang.digesting import CHECKSUMS, converted
+from producers.engines.sglang.forms import Comparable, Form, Shard, made
 from producers.engines.sglang.staged import Staged
 from weightsync.manifest import DTYPE_BYTES, Layout, TensorSpec
+
+log = logging.getLogger(__name__)
 
 Verify = Literal["all", "sample", "off"]
 """How much of an update is compared: every tensor, another eighth of them after each update, or nothing."""
 
 SAMPLES = 8
-ROWS_PADDED = 64
-"""A server fills vocabularies up to a multiple of this with rows of zeros."""
-_FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED = 3
 """So many tensors that differ are named."""
-
-Checksums = Mapping[str, str]
 
 
 class AsksForWeights(Protocol):
@@ -65,79 +63,46 @@ class Checker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How a server keeps one tensor."""
+class Rank:
+    """What one rank of a server answers."""
 
-    dtype: str
-    rows_padded: bool = False
+    checksums: Mapping[str, str]
+    """Of its part of each tensor, by the server's names."""
+    shard: Shard
 
-
-@dataclass(frozen=True, slots=True)
-class Comparable:
-    """One tensor of a server, and those of the wire that it is made of, one below the other."""
-
-    name: str
-    sources: tuple[TensorSpec, ...]
-
-    def forms(self, likely: str) -> Iterator[Form]:
-        """In which it may be kept, the most likely first."""
-        vocabulary = len(self.sources) == 1 and len(self.sources[0].shape) == 2
-        padded = vocabulary and self.sources[0].shape[0] % ROWS_PADDED != 0
-        for dtype in sorted(DTYPE_BYTES, key=lambda dtype: dtype != likely):
-            yield Form(dtype)
-            if padded:
-                yield Form(dtype, rows_padded=True)
-
-    def bytes(self, staged: Staged, form: Form) -> Iterator[Bytes]:
-        """As the server keeps it."""
-        for spec in self.sources:
-            yield from converted(staged.tensor(spec), spec.dtype, form.dtype)
-        if form.rows_padded:
-            rows, width = self.sources[0].shape
-            yield np.zeros(-rows % ROWS_PADDED * width * DTYPE_BYTES[form.dtype], np.uint8)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.sources)
-
-    @property
-    def whole(self) -> bool:
-        """Whether every rank of a server has all of it: true of norms."""
-        return len(self.sources) == 1 and len(self.sources[0].shape) == 1 and "norm" in self.name
+    def of(self, found: Comparable) -> str:
+        return self.checksums[found.name]
 
 
 class ChecksumChecker:
     """By the checksums that the server computes."""
 
-    def __init__(self, layout: Layout, ranks: Sequence[Checksums], *, device: str, dtype: str, sample: bool) -> None:
+    def __init__(self, layout: Layout, ranks: Sequence[Rank], *, device: str, dtype: str, sample: bool) -> None:
         """`ranks` is what the server answered once: the names of its tensors. `dtype` is the likely one."""
         self._checksum = CHECKSUMS[device]
-        names = {name: None for rank in ranks for name in rank}
-        made_of = made(layout, names)
-        self._found = {one.name: one for one in made_of if len(ranks) == 1 or one.whole}
+        self._names = {name for rank in ranks for name in rank.checksums}
+        self._found = {one.name: one for one in made(layout, sorted(self._names))}
         self._forms: dict[str, Form] = {}
         self._dtype = dtype
-        self._names = set(names)
+        self._shards = {rank.shard for rank in ranks}
         self._turn = 0
         self._sample = sample
-        loaded = {spec.name for one in made_of for spec in one.sources}
-        compared = {spec.name for one in self._found.values() for spec in one.sources}
+        loaded = {spec.name for one in self._found.values() for spec in one.sources}
         self.unknown = [spec.name for spec in layout.tensors if spec.name not in loaded]
         """On the wire, and in no tensor of the server: its loader would pass them over."""
-        self._not_compared = len(layout.tensors) - len(compared)
 
     @property
     def what(self) -> str:
-        share = (
-            f", an eighth of {len(self._found)} tensors in turn" if self._sample else f" of {len(self._found)} tensors"
-        )
-        left = f"; {self._not_compared} of the version's cannot be compared" if self._not_compared else ""
+        count = len(self._found)
+        share = f", an eighth of {count} tensors in turn" if self._sample else f" of {count} tensors"
+        left = f"; {len(self.unknown)} of the version's cannot be compared" if self.unknown else ""
         return f"the server's checksums{share}{left}"
 
     def prepare(self, staged: Staged) -> None:
         for name in self._due(whole=False):
             if name in self._forms:
-                self._expected(staged, self._found[name], self._forms[name])
+                for shard in self._shards:
+                    self._expected(staged, self._found[name], self._forms[name], shard)
 
     async def fault(self, client: AsksForWeights, staged: Staged, *, whole: bool) -> str | None:
         due = self._due(whole=whole)
@@ -152,35 +117,44 @@ class ChecksumChecker:
         turn = self._turn % SAMPLES
         return {name for name in self._found if zlib.crc32(name.encode()) % SAMPLES == turn}
 
-    def _compare(self, staged: Staged, ranks: Sequence[Checksums], due: set[str]) -> str | None:
-        # The smallest first: it tells the dtype for little.
-        names = sorted(due, key=lambda name: self._found[name].nbytes)
-        wrong = [
-            name
-            for name in names
-            if not self._right(staged, self._found[name], [rank[name] for rank in ranks if name in rank])
-        ]
-        return _in_words("have other checksums than the staged ones", wrong, len(due))
+    def _compare(self, staged: Staged, ranks: Sequence[Rank], due: set[str]) -> str | None:
+        """The smallest first: they tell the dtype for little."""
+        found = sorted((self._found[name] for name in due), key=lambda one: one.nbytes)
+        wrong = [one for one in found if not self._right(staged, one, ranks)]
+        strange = self._strange(wrong, ranks)
+        for one in strange:
+            del self._found[one.name]
+        if strange:
+            log.warning(
+                "%d tensors are split among the ranks of a server in a way that is not known here, and not compared: %s",
+                len(strange), _named([one.name for one in strange]),
+            )  # fmt: skip
+        names = [one.name for one in wrong if one not in strange]
+        return _in_words("have other checksums than the staged ones", names, len(due))
 
-    def _right(self, staged: Staged, found: Comparable, answered: Sequence[str]) -> bool:
-        return bool(answered) and all(self._same(staged, found, one) for one in answered)
+    def _strange(self, wrong: Sequence[Comparable], ranks: Sequence[Rank]) -> list[Comparable]:
+        """Of a server of several ranks: those of which none in any layer was ever right. Norms are always known."""
+        if all(rank.shard.ranks == 1 for rank in ranks):
+            return []
+        known = {self._found[name].kind for name in self._forms}
+        return [one for one in wrong if known and not one.norm and one.kind not in known]
 
-    def _same(self, staged: Staged, found: Comparable, answered: str) -> bool:
+    def _right(self, staged: Staged, found: Comparable, ranks: Sequence[Rank]) -> bool:
+        """Stages of a pipeline have each their own."""
+        having = [rank for rank in ranks if found.name in rank.checksums]
         known = self._forms.get(found.name)
-        if known is not None:
-            return self._expected(staged, found, known) == answered
-        for form in found.forms(self._dtype):
-            if self._expected(staged, found, form) == answered:
+        for form in [known] if known else found.forms(self._dtype, max(rank.shard.ranks for rank in ranks)):
+            if having and all(self._expected(staged, found, form, rank.shard) == rank.of(found) for rank in having):
                 self._forms[found.name] = form
                 self._dtype = form.dtype
                 return True
         return False
 
-    def _expected(self, staged: Staged, found: Comparable, form: Form) -> str:
+    def _expected(self, staged: Staged, found: Comparable, form: Form, shard: Shard) -> str:
         """Computed once per version, for all servers that it goes to."""
-        key = (found.name, form, self._checksum)
+        key = (found.name, form, None if form.split == "whole" else shard, self._checksum)
         if key not in staged.computed:
-            staged.computed[key] = self._checksum(found.bytes(staged, form))
+            staged.computed[key] = self._checksum(found.bytes(staged, form, shard))
         return staged.computed[key]
 
 
@@ -214,28 +188,20 @@ class RowChecker:
         return _in_words("have another first row than the staged ones", wrong, len(specs))
 
 
-def made(layout: Layout, names: Iterable[str]) -> list[Comparable]:
-    """Those of a server's tensors of which is known what they are made of."""
-    known = {spec.name: spec for spec in layout.tensors}
-    found = [Comparable(name, tuple(known[source] for source in sources(name, known))) for name in names]
-    return [one for one in found if one.sources]
+def checksums_of(answer: Mapping[str, Any]) -> list[Rank]:
+    """Of /weights_checker. Raises WeightError for an answer that is none."""
+    try:
+        return [_rank(rank) for rank in answer["ranks"]]
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise WeightError(f"what the server answers for its checksums is not understood: {error!r}") from error
 
 
-def sources(name: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The tensors of the wire that a server's tensor is made of, in its order; none where that is not known."""
-    if name in known:
-        return (name,)
-    for fused, parts in _FUSED:
-        made_of = tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
-        if f".{fused}." in name and all(part in known for part in made_of):
-            return made_of
-    # A server whose head is a tensor of its own although the model ties it.
-    return (_EMBEDDING,) if name == _HEAD and _EMBEDDING in known else ()
-
-
-def checksums_of(answer: Mapping[str, Any]) -> list[Checksums]:
-    """By name, of each rank. Raises KeyError or TypeError for an answer that is none."""
-    return [{str(name): str(value) for name, value in rank["checksums"].items()} for rank in answer["ranks"]]
+def _rank(answer: Mapping[str, Any]) -> Rank:
+    info = answer.get("parallelism_info") or {}
+    # A list where a second model decodes speculatively; the first is the model itself.
+    info = info[0] if isinstance(info, list) else info
+    checksums = {str(name): str(value) for name, value in answer["checksums"].items()}
+    return Rank(checksums, Shard(int(info.get("tp_rank", 0)), int(info.get("tp_size", 1))))
 
 
 def same_row(staged: Staged, spec: TensorSpec, answered: Any) -> bool:
@@ -255,5 +221,8 @@ def same_row(staged: Staged, spec: TensorSpec, answered: Any) -> bool:
 def _in_words(how: str, wrong: list[str], compared: int) -> str | None:
     if not wrong:
         return None
-    more = ", …" if len(wrong) > _NAMED else ""
-    return f"{len(wrong)} of {compared} tensors {how}: {', '.join(wrong[:_NAMED])}{more}"
+    return f"{len(wrong)} of {compared} tensors {how}: {_named(wrong)}"
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
