@@ -136,19 +136,21 @@ async def test_a_scorer_that_never_answers_holds_up_no_other_environment(setting
 
 async def test_what_is_held_back_fails_once_it_has_waited_for_the_deadline(setting: Setting, own: str) -> None:
     """While others' tasks come. What began before fails by its own scores."""
-    change = {"environments": environments(own, "sleeps"), "producer": {"reward_deadline_s": 0.5}}
+    producer = {"reward_deadline_s": 0.5, "slots": 2}
+    change = {"environments": environments(own, "sleeps"), "producer": producer, "trainer": {"group_size": 2}}
     scene = await setting(change=change)
     await scene.trainer.publish(0)
     async with scene.producer():
-        behind = [f"sleeps-{number}" for number in range(12)]
+        behind = [f"sleeps-{number}" for number in range(6)]
         await scene.trainer.admit(*behind, environment="sleeps", group_size=2)
         number = 0
         while not set(behind) <= scene.trainer.groups.keys():
-            await scene.trainer.receive(*await admit(scene, "good", 4, number))
-            number += 4
+            await scene.trainer.admit(f"good-{number}", environment="good", group_size=2)
+            await scene.trainer.receive(f"good-{number}")
+            number += 1
     assert {group.error for group in groups_of(scene, "sleeps")} == {
         "2 of 2 rollouts failed: reward took longer than 0.5 s",
-        "environment 'sleeps' is 3 groups behind with its scores",
+        "environment 'sleeps' is 2 groups behind with its scores",
     }
     assert all(group.outcome == "played" for group in groups_of(scene, "good"))
 
