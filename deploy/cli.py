@@ -14,7 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from deploy.options import JsonOption, RunOption
+from deploy.env_cli import env_app
+from deploy.generate_cli import generate
+from deploy.options import ConfigOption, JsonOption, RunOption, SetOption
 from deploy.weights_cli import weights_app
 from headrace.errors import HeadraceError
 
@@ -35,13 +37,11 @@ app.add_typer(runs_app, name="runs")
 dead_app = typer.Typer(help="Entries that nobody could use: see, replay or drop them.", no_args_is_help=True)
 app.add_typer(dead_app, name="dead")
 app.add_typer(weights_app, name="weights")
+app.add_typer(env_app, name="env")
+app.command()(generate)
 
 Result = TypeVar("Result")
 
-ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help="TOML file.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One configuration value; may be repeated.")
-]
 LettersArgument = Annotated[list[str] | None, typer.Argument(metavar="ID…", help="Ids of `headrace dead list`.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All that there are.")]
 

@@ -39,17 +39,25 @@ def resolve(file: Path | None, environ: Mapping[str, str], overrides: Iterable[s
     for name, text in sorted(environ.items()):
         if name.startswith(PREFIX):
             key = name[len(PREFIX) :].lower().replace("__", ".")
-            _put(tree, origins, key, _scalar(_readable(text, f"${name}")), f"${name}")
+            _put(tree, origins, key, scalar(_readable(text, f"${name}")), f"${name}")
     for item in overrides:
         _readable(item, "--set")
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {item!r} is not of the form key=value, as in trainer.learning_rate=1e-5")
-        _put(tree, origins, key, _scalar(text), "command line")
+        _put(tree, origins, key, scalar(text), "command line")
     try:
         return Resolved(Config.model_validate(tree), origins)
     except ValidationError as error:
         raise ConfigError(_sentence(error, origins)) from None
+
+
+def validated(tree: Mapping[str, Any]) -> Config:
+    """A whole tree, some of whose values a command has set. Raises ConfigError."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, {})) from None
 
 
 def stored(tree: Mapping[str, Any]) -> Config:
@@ -89,7 +97,7 @@ def _readable(text: str, where: str) -> str:
     return text
 
 
-def _scalar(text: str) -> Any:
+def scalar(text: str) -> Any:
     """A value as TOML would read it; anything that is not TOML is a plain string."""
     try:
         parsed = tomllib.loads(f"value = {text}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -41,6 +41,8 @@ class Stage:
     """Environments with a reward that the user named: it counts, whatever an episode gives by itself."""
     grouped: frozenset[str] = frozenset()
     """Of these, those with a reward that is relative to the rest of a group."""
+    heard: Callable[[Task, int, Played], None] | None = None
+    """Is told of each member that was played to its end, besides."""
 
 
 async def play_group(stage: Stage, delivery: TaskDelivery, in_play: InPlay, budget_s: float) -> Group:
@@ -144,6 +146,8 @@ async def _scored(stage: Stage, task: Task, number: int, played: Played, gatheri
         score = await stage.scorer.score(task.environment, task.kind, played.rollout)
     if gathering is not None and not score.failure:
         score = added(score, await gathering.join(number, played.rollout))
+    if stage.heard is not None:
+        stage.heard(task, number, played)
     trajectory = None
     if not score.failure:
         reward = score.reward + (played.turn_reward if own else 0.0)
