@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from producers.engines.sglang import tensor
 from producers.engines.sglang.checksums import checksums_of
-from producers.engines.sglang.client import ServerRefused, SglangClient
+from producers.engines.sglang.client import ServerGone, ServerRefused, SglangClient
 from producers.engines.sglang.collective import CollectiveMeans
 from producers.engines.sglang.launch import Server
 from producers.engines.sglang.loading import UpdateFailed
@@ -54,6 +54,8 @@ async def test_a_name_that_the_server_does_not_know_is_found_before_anything_is_
     ) as caught:
         await updater.update(other, "1.2")
     assert not caught.value.half_way
+    with pytest.raises(UpdateFailed, match="no tensor for 2"):
+        await updater.reload(other, "1.2")
     await assert_serves(sglang_client, 1)
     # That is why: the server would have said that it had loaded it.
     payload = tensor.pickled(other, [spec for spec in other.layout.tensors if "down_prox" in spec.name])
@@ -90,6 +92,38 @@ async def test_a_folder_that_lacks_a_tensor_is_found_out_and_reloaded(
             ["1.1", "1.2", "1.3"],
             ["1.1", "1.3"],
         )
+
+
+async def test_a_server_with_a_half_goes_on_only_when_it_has_a_whole_one(
+    sglang_client: SglangClient, staged: Staged, updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updater.update(staged, str(stage(staged, 1)))
+    async with decoding(sglang_client, 1, 300) as requests:
+        stage(staged, 2)
+        renamed(staged, "model.norm.weight", "model.nose.weight")
+        with pytest.raises(UpdateFailed):
+            await updater.update(staged, "1.2")
+        # Whatever fails now has not touched it, which makes no whole of the half.
+        staged.file.rename(staged.folder / "elsewhere")
+        with pytest.raises(UpdateFailed, match="Failed to get weights iterator") as caught:
+            await updater.reload(staged, "1.2")
+        assert caught.value.half_way
+        (staged.folder / "elsewhere").rename(staged.file)
+
+        async def away(mode: str) -> object:
+            raise ServerGone("the network is away")
+
+        monkeypatch.setattr(sglang_client, "pause_generation", away)
+        with pytest.raises(UpdateFailed, match="the network is away") as caught:
+            await updater.reload(staged, "1.2")
+        assert caught.value.half_way
+        monkeypatch.undo()
+        before = (await sglang_client.loads()).total()
+        assert before.running + before.queued == 1
+        assert not requests[0].done()
+        await updater.reload(staged, str(stage(staged, 2)))
+        assert len((await requests[0]).output_ids) == 300
+    await assert_serves(sglang_client, 2)
 
 
 async def test_a_request_that_lacks_a_tensor_is_found_out_and_reloaded(
@@ -160,7 +194,7 @@ async def test_a_session_that_somebody_left_open_is_closed(
     means: str, sglang_client: SglangClient, staged: Staged
 ) -> None:
     await sglang_client.begin_weight_update()
-    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", means)  # type: ignore[arg-type]
+    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", means)
     try:
         await updater.update(staged, str(stage(staged, 2)))
         await assert_serves(sglang_client, 2)
@@ -218,7 +252,7 @@ async def test_a_wrong_shape_that_is_broadcast_is_refused_and_reloaded(
         real = sglang_client.update_weights_from_distributed
 
         async def bent(*, shapes: list[list[int]], **fields: object) -> object:
-            return await real(shapes=[*shapes[:-1], [32, 2]], **fields)  # type: ignore[arg-type]
+            return await real(shapes=[*shapes[:-1], [32, 2]], **fields)
 
         monkeypatch.setattr(sglang_client, "update_weights_from_distributed", bent)
         with pytest.raises(UpdateFailed, match="partially updated") as caught:
@@ -241,15 +275,15 @@ async def test_a_server_that_hangs_ends_with_the_deadline_and_is_reloaded_when_i
 
     async def into_a_stopped_one(**fields: object) -> object:
         os.killpg(sglang_server.pid, signal.SIGSTOP)
-        return await real(**fields)  # type: ignore[arg-type]
+        return await real(**fields)
 
-    sglang_client.update_weights_from_disk = into_a_stopped_one  # type: ignore[method-assign, assignment]
+    sglang_client.update_weights_from_disk = into_a_stopped_one
     try:
         with pytest.raises(UpdateFailed, match="nothing came back within 2 s") as caught:
             await updater.update(staged, "1.2")
     finally:
         os.killpg(sglang_server.pid, signal.SIGCONT)
-        sglang_client.update_weights_from_disk = real  # type: ignore[method-assign]
+        sglang_client.update_weights_from_disk = real
     assert caught.value.half_way
     patient = Updater(sglang_client, await capabilities(sglang_client), "recompute", "folder")
     await patient.reload(staged, str(stage(staged, 3)))

@@ -88,7 +88,7 @@ async def test_small_buckets_load_the_same_and_the_label_goes_with_the_last(
     real = getattr(sglang_client, route)
 
     async def watched(**fields: object) -> object:
-        labels.append(fields["weight_version"])  # type: ignore[arg-type]
+        labels.append(fields["weight_version"])
         return await real(**fields)
 
     monkeypatch.setattr(sglang_client, route, watched)
@@ -105,7 +105,7 @@ async def test_small_buckets_load_the_same_and_the_label_goes_with_the_last(
 
 @pytest.mark.parametrize("verify", ["sample", "off"])
 async def test_less_may_be_compared(verify: str, sglang_client: SglangClient, staged: Staged) -> None:
-    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", "folder", verify)  # type: ignore[arg-type]
+    updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", "folder", verify)
     for seed in (1, 2, 3):
         await updater.update(staged, str(stage(staged, seed)))
         await assert_serves(sglang_client, seed)
@@ -118,7 +118,7 @@ async def test_what_one_means_cannot_another_does(
     real = sglang_client.update_weights_from_disk
 
     async def elsewhere(*, model_path: str, **fields: object) -> object:
-        return await real(model_path=f"{model_path}-not-there", **fields)  # type: ignore[arg-type]
+        return await real(model_path=f"{model_path}-not-there", **fields)
 
     # As for a server in a container that does not share this memory.
     monkeypatch.setattr(sglang_client, "update_weights_from_disk", elsewhere)

@@ -126,7 +126,7 @@ class ChecksumChecker:
             del self._found[one.name]
         if strange:
             log.warning(
-                "%d tensors are split among the ranks of a server in a way that is not known here, and not compared: %s",
+                "%d tensors are split among the server's ranks in a way that is not known here, so not compared: %s",
                 len(strange), _named([one.name for one in strange]),
             )  # fmt: skip
         names = [one.name for one in wrong if one not in strange]

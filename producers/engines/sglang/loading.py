@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -41,10 +41,16 @@ class UpdateFailed(WeightError):
 class Way:
     """How far one update is."""
 
+    dirty: bool
+    """The server may have had a half of something before."""
     touched: bool = False
-    """The server may have loaded something."""
+    """It may have loaded something now."""
     by_other_means: bool = False
     """It failed for a reason that other means may not have."""
+
+    @property
+    def half_way(self) -> bool:
+        return self.dirty or self.touched
 
 
 class Means(Protocol):
@@ -81,8 +87,6 @@ class Capabilities:
     device: str
     """"cpu" or "cuda"."""
     load_format: str = "auto"
-    draft: bool = field(default=False)
-    """It decodes speculatively, with a second model."""
 
     @property
     def sessions(self) -> bool:
@@ -123,7 +127,6 @@ def described(routes: frozenset[str], info: Mapping[str, Any], *, same_host: boo
         dtype=dtype if dtype in DTYPE_BYTES else "auto",
         device=device if device in CHECKSUMS else "cuda",
         load_format=str(info.get("load_format") or "auto"),
-        draft=bool(info.get("speculative_algorithm")),
     )
 
 

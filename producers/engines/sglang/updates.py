@@ -80,6 +80,8 @@ class Updater:
         self._left = candidates(means, found)
         self._means: Means | None = None
         self._checker: tuple[Layout, Checker] | None = None
+        self._dirty = False
+        """The server may have a half of a version: it stays paused until it has a whole one."""
         self._lock = asyncio.Lock()
 
     @property
@@ -107,13 +109,15 @@ class Updater:
     async def _bring(self, staged: Staged, label: str, *, whole: bool) -> float:
         async with self._lock:
             while True:
-                way = Way()
+                way = Way(self._dirty)
                 try:
-                    return await self._once(staged, label, way, whole=whole)
+                    return await self._once(staged, label, way, whole=whole or self._dirty)
                 except UpdateFailed as error:
-                    if error.half_way or not way.by_other_means or len(self._left) == 1:
+                    if way.touched or not way.by_other_means or len(self._left) == 1:
                         raise
                     await self._next(error)
+                finally:
+                    self._dirty = way.half_way
 
     async def _next(self, error: UpdateFailed) -> None:
         """The server was not touched: try the next means, for good."""
@@ -136,6 +140,7 @@ class Updater:
                     await means.load(self._client, staged, label, way)
                 await self._compare(checker, staged, whole=whole)
                 await self._flush()
+            way.dirty = way.touched = False
             return time.perf_counter() - start
 
     @contextlib.asynccontextmanager
@@ -145,7 +150,7 @@ class Updater:
             await self._client.pause_generation(PAUSES[self._kv])
             yield
         except BaseException:
-            if not way.touched:
+            if not way.half_way:
                 with contextlib.suppress(HeadraceError, TimeoutError):
                     async with asyncio.timeout(RESUME_S):
                         await self._client.continue_generation()
@@ -170,9 +175,9 @@ class Updater:
             return None
         if self._checker is None or self._checker[0] != layout:
             checker = await checker_for(self._client, self._found, layout, self._verify)
-            self._checker = layout, checker
             if checker.unknown and self._verify == "all":
                 raise WeightError(_unknown(checker.unknown))
+            self._checker = layout, checker
             log.info('weights come to %s by "%s"; compared: %s', self._client.url, self.means, checker.what)
         return self._checker[1]
 
@@ -255,6 +260,6 @@ async def _failing(way: Way, what: str, seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise UpdateFailed(f"{what}: nothing came back within {seconds:.0f} s", half_way=way.touched) from error
+        raise UpdateFailed(f"{what}: nothing came back within {seconds:.0f} s", half_way=way.half_way) from error
     except HeadraceError as error:
-        raise UpdateFailed(f"{what}: {error}", half_way=way.touched) from error
+        raise UpdateFailed(f"{what}: {error}", half_way=way.half_way) from error
