@@ -119,6 +119,16 @@ class Gauges:
             )
         self._write(group, outcome)
 
+    def backlog(self, environment: str, unscored: int, held_back: int) -> None:
+        """Groups of an environment that wait for scores, and those that wait for these."""
+        self._metrics.gauge("groups_unscored", unscored, help="Decoded groups without scores", environment=environment)
+        self._metrics.gauge(
+            "groups_held_back",
+            held_back,
+            help="Groups that do not begin because their environment's scores are behind",
+            environment=environment,
+        )
+
     def heartbeat(self, event_loop_lag_s: float, metrics_url: str) -> dict[str, Any]:
         """Figures since the last heartbeat, also set as gauges."""
         now, stats, lane = time.monotonic(), self._engine.stats(), self._busiest().seconds()

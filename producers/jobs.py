@@ -17,7 +17,7 @@ from broker.messages import Group, TaskDelivery
 from headrace.config import Config
 from headrace.errors import BrokerUnavailable, Refused
 from headrace.version import PolicyVersion
-from producers.backlog import Loads, flows, loads_of, may_begin, must_hold_back, room
+from producers.backlog import Load, Loads, flows, loads_of, may_begin, must_hold_back, room
 from producers.capacity import Capacity
 from producers.gauges import Gauges
 from producers.group import Stage, failed_group, play_group
@@ -78,6 +78,13 @@ class Jobs:
 
     def phase(self) -> str:
         return phase(self.held.values(), self.version, bool(self.outage))
+
+    def tell_backlog(self) -> None:
+        """How far the scores of each environment are behind, as metrics."""
+        loads = self._loads
+        for environment in self.config.environments:
+            load = loads.get(environment.called, Load())
+            self.gauges.backlog(environment.called, load.unscored, load.held_back)
 
     def moved(self) -> None:
         """Something moved on. Whoever takes tasks looks at it, unless the broker keeps it waiting."""

@@ -219,6 +219,7 @@ class Producer:
         async with self._beating:
             if self._finished.is_set():
                 return
+            self.jobs.tell_backlog()
             state = self.gauges.heartbeat(self.service.event_loop_lag_s, self.metrics_url)
             await self.port.heartbeat(replace(self.peer, state=state), self.config.producer.lease_s)
         await self._read_clock()

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from broker.messages import Group
-from tests.producers import Scene, Setting
+from tests.producers import Scene, Setting, counted
 
 OWN = """
 import os, time
@@ -126,6 +126,10 @@ async def test_a_scorer_that_never_answers_holds_up_no_other_environment(setting
         await scene.trainer.receive(*names)
         assert groups_of(scene, "sleeps") == []
         held = list(producer.jobs.held.values())
+        producer.jobs.tell_backlog()
+        assert await counted(producer, "groups_unscored", environment="sleeps") >= producer.jobs.capacity.most_unscored
+        assert await counted(producer, "groups_held_back", environment="sleeps") == sum(one.held_back for one in held)
+        assert await counted(producer, "groups_held_back", environment="good") == 0
         assert len(held) == 2 * most
         assert sum(one.held_back for one in held) >= most
         assert all(group.outcome == "played" for group in groups_of(scene, "good"))

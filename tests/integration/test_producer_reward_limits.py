@@ -180,6 +180,17 @@ async def test_a_child_that_comes_back_from_its_reward_is_no_second_worker(score
     await wait_until(lambda: len(marked(mark)) == 2, "only keeper and worker are left")
 
 
+async def test_a_keeper_that_is_killed_takes_its_worker_with_it(scorer: Scorer, mark: str) -> None:
+    assert await score(scorer, "fine") == GOOD
+    call = asyncio.ensure_future(score(scorer, "sleeps"))
+    await asyncio.sleep(0)
+    (keeper,) = (process for process in marked(mark) if process.ppid() == os.getpid())
+    keeper.kill()
+    assert await call == Score(failure="reward was ended with its worker process")
+    await wait_until(lambda: marked(mark) == [], "no process is left")
+    assert await score(scorer, "fine") == GOOD
+
+
 async def test_keeper_and_worker_have_sessions_of_their_own(scorer: Scorer) -> None:
     """So that what a terminal sends to the producer does not reach them."""
     assert (await score(scorer, "who")).reward == 1.0

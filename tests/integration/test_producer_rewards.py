@@ -44,6 +44,7 @@ class Own:
         if what == "timeout": raise TimeoutError("its own")
         if what == "hang": time.sleep(600)
         if what == "hang politely": await asyncio.sleep(600)
+        if what == "take a while": time.sleep(0.2)
         if what == "die": os._exit(3)
         if what == "exit": sys.exit(4)
         if what == "nan": return float("nan")
@@ -152,11 +153,27 @@ async def test_closing_ends_open_calls_and_leaves_no_process(scorer: Scorer, fil
     call = asyncio.ensure_future(scorer.score("own", "train", rollout("fine", file)))
     await call
     hanging = asyncio.ensure_future(scorer.score("own", "train", rollout("hang politely", file)))
+    waiting = asyncio.ensure_future(scorer.score("own", "train", rollout("fine", file)))
     await asyncio.sleep(0)
     await scorer.close()
     assert not keepers()
-    hanging.cancel()
-    await asyncio.wait({hanging})
+    assert (await hanging).failure == "reward was ended with its worker process"
+    assert (await waiting).failure == "reward was not reached: the producer ends"
+
+
+async def test_a_rollout_that_is_cut_costs_no_worker(scorer: Scorer, file: Path) -> None:
+    """What computes for it goes on, and what waits for the worker is scored by the same one."""
+    assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False)
+    before = [worker.pid for worker in workers()]
+    cut = asyncio.ensure_future(scorer.score("own", "train", rollout("take a while", file)))
+    queued = asyncio.ensure_future(scorer.score("own", "train", rollout("hang", file)))
+    after = asyncio.ensure_future(scorer.score("own", "train", rollout("fine", file)))
+    await asyncio.sleep(0)
+    cut.cancel()
+    queued.cancel()
+    assert await after == Score(0.75, correct=False)
+    assert [worker.pid for worker in workers()] == before
+    assert scorer.open_calls == 0
 
 
 PARENT = """
