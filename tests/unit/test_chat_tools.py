@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.errors import ModelError
 from producers.chat import ByteChat, TemplateChat
 from producers.environments.api import Message, ToolCall
-from producers.tool_formats import FORMATS, MOST_CALLS, ToolFormat, explained, retold
+from producers.tool_formats import FORMATS, MOST_CALLS, ToolFormat, explained, learned, retold
 from tests.templates import LLAMA, MISTRAL, PLAIN, QWEN, USERS_ONLY, XML, byte_chat
 
 ADD = {
@@ -37,6 +38,26 @@ def said(chat: TemplateChat, text: str) -> tuple[ToolCall, ...]:
 )
 def test_the_format_is_learned_from_the_template(template: str | None, found: str) -> None:
     assert byte_chat(template)._format == ToolFormat(found)
+
+
+@pytest.mark.parametrize(
+    ("before_call", "before_answer", "mark"),
+    [
+        ("<tool>", "<text>", "<tool>"),
+        ("<think>\n\n</think>\n\n<tool_call>\n", "<think>\n\n</think>\n\n", "<tool_call>"),
+        ("\n[CALLS] [", "\n", "[CALLS]"),
+        ("\n", "\n", ""),
+    ],
+)
+def test_the_mark_is_what_stands_before_calls_alone(before_call: str, before_answer: str, mark: str) -> None:
+    def render(messages: Sequence[Message]) -> str:
+        answer = messages[-1]
+        calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in answer.tool_calls]
+        return f"<user>{messages[0].content}<assistant>" + (
+            before_call + calls[0] if calls else before_answer + answer.content
+        )
+
+    assert learned(render, "question") == ToolFormat(mark)
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
