@@ -6,14 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from headrace.config import WEEK_S, Section
-from headrace.errors import ConfigError
+from headrace.config import Section
+from producers.engines.options import Seconds, Url, parsed
 from producers.engines.sglang.spans import Kv
-
-Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+/?$", max_length=512)]
-Seconds = Annotated[float, Field(gt=0, le=WEEK_S)]
 
 
 class Options(Section):
@@ -69,13 +66,7 @@ class Options(Section):
 
 def options_of(given: dict[str, Any]) -> Options:
     """Raises ConfigError, with the option and its value."""
-    try:
-        return Options.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(["producer.engine_options", *(str(part) for part in first["loc"])])
-        value = f" = {first['input']!r}" if first["loc"] and first["type"] != "extra_forbidden" else ""
-        raise ConfigError(f"{name}{value}: {first['msg'].removeprefix('Value error, ')}") from error
+    return parsed(Options, given)
 
 
 def server_flags(args: Sequence[str], kv: Kv, dtype: str) -> tuple[str, ...]:
