@@ -28,7 +28,7 @@ class FaultyProxy:
         self.restarted = False
         self.url = ""
         self._loud = asyncio.Event()
-        self._open: set[web.Request] = set()
+        self._open: list[web.Request] = []
 
     async def __aenter__(self) -> FaultyProxy:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))
@@ -60,11 +60,11 @@ class FaultyProxy:
         self._loud = asyncio.Event()
 
     async def _serve(self, request: web.Request) -> web.Response:
-        self._open.add(request)
+        self._open.append(request)
         try:
             return await self._answer(request)
         finally:
-            self._open.discard(request)
+            self._open.remove(request)
 
     async def _answer(self, request: web.Request) -> web.Response:
         if self.drop:

@@ -1,13 +1,17 @@
 """The SGLang servers of tests/sglang/: where SGLang is, and how a small one is started on the CPU.
 
 `.ci/sglang` puts it into a virtual environment of its own. With HEADRACE_TEST_ALL_SERVERS=1 tests fail where it is
-missing, elsewhere they are skipped.
+missing, elsewhere they are skipped. HEADRACE_TEST_SGLANG_AT="URL KEY" names a server that is there already (started
+with `python -m tests.sglang_servers`, say): while one writes a test, that saves its start.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +22,8 @@ import torch
 from broker.messages import Float32
 from headrace.policy.loading import layout_of
 from producers.engines.api import Engine
-from producers.engines.sglang.launch import LaunchSpec
+from producers.engines.sglang.client import SglangClient
+from producers.engines.sglang.launch import LaunchSpec, Server
 from tests.tiny import save_tiny_llama
 from weightsync.manifest import Layout
 
@@ -36,7 +41,7 @@ ENV = {
 }
 _ARGS = """
     --device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule
-    --cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled --mem-fraction-static 0.1
+    --cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled --mem-fraction-static 0.7
     --max-total-tokens 16384 --max-running-requests 16 --sleep-on-idle --enable-metrics --dtype float32 --random-seed 1
 """
 
@@ -77,3 +82,28 @@ def scored(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Sequence[int]
     logprobs_TV = torch.log_softmax(logits_TV, -1)
     places = range(len(prompt) - 1, len(prompt) - 1 + len(tokens))
     return np.array([float(logprobs_TV[place, token]) for place, token in zip(places, tokens, strict=True)], np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class There:
+    """A server that is there already, as far as tests look at one."""
+
+    url: str
+    admin_key: str
+
+
+async def _serve() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(tiny_spec(save_model(Path(folder))), "sglang")
+        async with SglangClient(server.url, server.admin_key) as client:
+            try:
+                await server.ready(client)
+                print(f'export HEADRACE_TEST_SGLANG_AT="{server.url} {server.admin_key}"', flush=True)
+                while not await server.ended_within(3600.0):
+                    pass
+            finally:
+                await server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())

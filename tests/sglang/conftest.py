@@ -6,13 +6,14 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import pytest_asyncio
 
 from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.launch import Server
-from tests.sglang_servers import save_model, tiny_spec
+from tests.sglang_servers import There, save_model, tiny_spec
 
 collect_ignore_glob = [] if os.environ.get("HEADRACE_TEST_SGLANG") == "1" else ["test_*.py"]
 
@@ -26,6 +27,9 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sglang_server(tmp_path_factory: pytest.TempPathFactory, sglang_model: Path) -> Iterator[Server]:
     """The session's server. Tests leave it running, not paused; what weights and label it has is each test's to set."""
+    if there := os.environ.get("HEADRACE_TEST_SGLANG_AT"):
+        yield cast("Server", There(*there.split()))
+        return
     server = Server(tiny_spec(sglang_model, logs=tmp_path_factory.mktemp("sglang-logs")), "sglang")
 
     async def ready() -> None:

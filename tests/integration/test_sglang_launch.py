@@ -1,0 +1,165 @@
+"""Servers that are started: they answer, or say why not; nothing of them outlives who started them.
+
+The server is a stand-in of some lines: what is looked at are processes and files around it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.errors import EngineError
+from producers.engines.sglang.client import ServerRefused, SglangClient
+from producers.engines.sglang.launch import LaunchSpec, Server
+from tests.support import wait_here
+
+STAND_IN = """
+import http.server, subprocess, sys, time
+
+def value(flag):
+    return sys.argv[sys.argv.index(flag) + 1]
+
+key = open(value("--config")).read().split('"')[1]
+print("server_args: api_key=" + key, flush=True)
+# As SGLang's own processes are: one that is not told of its parent's end.
+subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, lambda *_: None); time.sleep(600)"])
+if "--die" in sys.argv:
+    sys.exit("no kernel image is available")
+if "--mute" in sys.argv:
+    time.sleep(600)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        right = self.headers.get("Authorization") == "Bearer " + key
+        self.send_response(200 if right else 401)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"weight_version": "default"}' if right else b'{"error": {"message": "Unauthorized"}}')
+
+http.server.HTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
+"""
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> LaunchSpec:
+    package = tmp_path / "stand-in" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(STAND_IN)
+    return LaunchSpec(tmp_path / "model", env={"PYTHONPATH": str(package.parent)}, logs=tmp_path / "logs", start_s=60.0)
+
+
+@pytest.fixture
+def start(spec: LaunchSpec) -> Iterator[Start]:
+    started: list[Server] = []
+
+    def build(*args: str, start_s: float = 60.0) -> Server:
+        made = LaunchSpec(spec.model, spec.python, args, spec.env, spec.logs, start_s)
+        started.append(Server(made, "one"))
+        return started[-1]
+
+    yield build
+    for server in started:
+        server.kill()
+
+
+def group(pid: int) -> list[psutil.Process]:
+    """Living processes of a process group."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+async def test_a_server_answers_and_is_gone_with_all_its_processes(start: Start) -> None:
+    server = start()
+    async with SglangClient(server.url, server.admin_key) as client:
+        await server.ready(client)
+        assert (await client.model_info())["weight_version"] == "default"
+    assert len(group(server.pid)) == 3
+    await server.close()
+    await server.close()
+    assert not server.alive
+    assert group(server.pid) == []
+
+
+async def test_nobody_else_sees_its_key(start: Start, spec: LaunchSpec) -> None:
+    server, key = start(), ""
+    async with SglangClient(server.url, server.admin_key) as client:
+        await server.ready(client)
+        key = server.admin_key
+    for process in group(server.pid):
+        assert key not in " ".join(process.cmdline())
+        assert key not in str(process.environ())
+    assert spec.logs is not None
+    log = spec.logs / "one.log"
+    assert key in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0
+    assert key not in "".join(server.tail())
+    async with SglangClient(server.url) as stranger:
+        with pytest.raises(ServerRefused, match="Unauthorized"):
+            await stranger.model_info()
+    await server.close()
+
+
+async def test_a_server_that_dies_says_why(start: Start) -> None:
+    server = start("--die")
+    async with SglangClient(server.url, server.admin_key) as client:
+        with pytest.raises(EngineError) as caught:
+            await server.ready(client)
+    assert "server one ended while it started" in str(caught.value)
+    assert "no kernel image is available" in str(caught.value)
+    assert "exited with 1" in str(caught.value)
+    assert server.admin_key not in str(caught.value)
+    wait_here(lambda: group(server.pid) == [], "nothing of it is left")
+
+
+async def test_a_server_that_never_answers_is_not_waited_for_for_ever(start: Start) -> None:
+    server = start("--mute", start_s=0.5)
+    async with SglangClient(server.url, server.admin_key) as client:
+        with pytest.raises(EngineError, match=r"did not answer within 0 s; raise producer.engine_options.start_s"):
+            await server.ready(client)
+
+
+async def test_an_interpreter_that_is_not_there_is_named(spec: LaunchSpec) -> None:
+    server = Server(LaunchSpec(spec.model, "/no/such/python", logs=spec.logs), "one")
+    async with SglangClient(server.url, server.admin_key) as client:
+        with pytest.raises(EngineError, match="/no/such/python cannot be started: No such file"):
+            await server.ready(client)
+    server.kill()
+
+
+def test_a_server_goes_with_the_process_that_wanted_it(spec: LaunchSpec, tmp_path: Path) -> None:
+    """Also when that is killed, and whichever thread of it had started the server."""
+    program = f"""
+import sys, threading, time
+from pathlib import Path
+from producers.engines.sglang.launch import LaunchSpec, Server
+servers = []
+spec = LaunchSpec(Path("m"), env={dict(spec.env)!r}, logs=Path({str(tmp_path)!r}))
+thread = threading.Thread(target=lambda: servers.append(Server(spec, "one")))
+thread.start()
+thread.join()
+print(servers[0].pid, flush=True)
+time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    wait_here(lambda: len(group(pid)) == 3, "the server and its own process run")
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    wait_here(lambda: group(pid) == [], "nothing of it is left")
