@@ -98,15 +98,9 @@ class Job:
         return count
 
     def ended(self, got: Generated, decode: Decode | None, before: int) -> FinishReason | None:
-        """How the job has ended with this answer, which came after `before` tokens; None where it goes on.
-
-        Raises ServerBroken.
-        """
+        """How the job has ended with an answer that was added behind `before` tokens; None where it goes on."""
         finish = got.meta_info.finish_reason
-        if finish is None:
-            raise ServerBroken(f"the answer to {self.request.request_id} says not why it ended")
-        if finish.matched == NOT_A_NUMBER:
-            raise ServerBroken("its model gives no probabilities (not a number)")
+        assert finish is not None
         if before and self._cut_at_stop(before, decode):
             return "stop"
         if self.aborted:
@@ -139,8 +133,12 @@ class Job:
         )
 
     def _logprobs(self, got: Generated) -> list[float]:
-        """Of the distribution that was sampled from."""
+        """Of the distribution that was sampled from. Raises ServerBroken."""
         meta, count = got.meta_info, len(got.output_ids)
+        if meta.finish_reason is None:
+            raise ServerBroken(f"the answer to {self.request.request_id} says not why it ended")
+        if meta.finish_reason.matched == NOT_A_NUMBER:
+            raise ServerBroken("its model gives no probabilities (not a number)")
         plain = meta.output_token_logprobs or []
         if [token for _, token, _ in plain] != got.output_ids:
             raise ServerBroken(
