@@ -54,7 +54,7 @@ def open_stage(
     player: Player,
     environments: dict[str, Environment],
     stack: AsyncExitStack,
-    heard: Callable[[Task, int, Played], None],
+    heard: Callable[[Task, int, Played], None] | None = None,
 ) -> Stage:
     """Where whole groups are played and scored, as a producer does. Closing `stack` ends the scorer's processes."""
     producer = config.producer
