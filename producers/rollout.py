@@ -199,6 +199,7 @@ class _Game:
             turns=tuple(self._turns),
             answer=await self._ask(lambda: self._episode.answer),
             finish_reason=finish_reason,
+            given=reward,
         )
         return Played(rollout, self._transcript, finish_reason, reward, self._queue_s, self._decode_s)
 

@@ -87,6 +87,8 @@ class Rollout:
     finish_reason: str
     """Of the last completion; "length" also where a limit on turns or tokens ended the episode."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    given: float | None = None
+    """The final reward that the episode gave itself (`Done`); None where it left that to be scored."""
 
 
 class Episode(Protocol):

@@ -6,15 +6,16 @@ import asyncio
 import math
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from broker.messages import TaskKind
-from headrace.config import EnvironmentConfig, RewardConfig
+from headrace.config import OWN_REWARD, EnvironmentConfig, RewardConfig
 from headrace.objects import reason
 from producers.environments.api import Rollout
 from producers.rewards.pool import Pool
 from producers.rewards.registry import parts_of
 from producers.rewards.service import Service
-from producers.rewards.worker import Call, Score
+from producers.rewards.worker import Call, Score, judged
 
 LOADING = 4
 """Environments whose workers are loaded at once as a producer starts."""
@@ -26,26 +27,33 @@ class Bench:
     def __init__(self, environment: EnvironmentConfig, *, workers: int, deadline_s: float, memory_mb: int) -> None:
         self.parts = parts_of(environment)
         self.pool = Pool(environment, workers=workers, deadline_s=deadline_s, memory_mb=memory_mb)
+        # Where it is not named, what an episode gave by itself never comes here.
+        named = (place for place, part in enumerate(environment.reward) if part.name == OWN_REWARD)
+        self._own = next(named, -1)
         self._services = {place: Service(part, deadline_s) for place, part in enumerate(self.parts) if part.is_service}
 
     async def score(self, kind: TaskKind, rollout: Rollout, pickled: bytes) -> Score:
         """All parts at once but those of the group, and the environment's verdict with the first worker's call."""
+        places = [place for place, part in enumerate(self.parts) if not part.group]
+        known = {self._own} if rollout.given is not None else set()
+        functions: list[int | None] = [place for place in places if place not in self._services.keys() | known]
+        # Without a function a worker is asked for the verdict alone.
+        functions = functions or [None]
 
-        async def ask(place: int | None, verdict: bool) -> Score:
-            return (await self.pool.call(Call(kind, place, verdict, False, 1, pickled)))[0]
+        async def ask(place: int | None) -> Score:
+            if place in self._services:
+                return await self._services[place].score(rollout)
+            if place in known:
+                return judged(rollout.given)
+            call = Call(kind, place, place == functions[0], False, 1, pickled)
+            return (await self.pool.call(call))[0]
 
-        places: list[int | None] = [place for place, part in enumerate(self.parts) if not part.group]
-        functions = [place for place in places if place not in self._services]
-        if not functions:
-            functions = [None]
-            places.append(None)
-        scores = await asyncio.gather(
-            *(
-                self._services[place].score(rollout) if place in self._services else ask(place, place == functions[0])
-                for place in places
-            )
-        )
-        return combined(self.parts, dict(zip(places, scores, strict=True)))
+        asked = sorted({*places, *functions}, key=lambda place: -1 if place is None else place)
+        scores = dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
+        if self._own in scores and not scores[self._own].failure:
+            turns = sum(turn.reward for turn in rollout.turns)
+            scores[self._own] = replace(scores[self._own], reward=scores[self._own].reward + turns)
+        return combined(self.parts, scores)
 
     async def score_group(self, pickled: bytes, count: int) -> list[Score]:
         """The parts of the group, for each of its `count` members."""

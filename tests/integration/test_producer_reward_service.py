@@ -193,7 +193,7 @@ async def test_what_a_service_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
             assert await score("right", kind="eval") == Score(1.0, correct=True)
     (told,) = asked
     fields = {"environment": "own", "index": 0, "prompt": "Q: ", "completion": "right", "turns": [], "metadata": {}}
-    expected = {**fields, "answer": {"value": [1, "é"]}, "finish_reason": "stop"}
+    expected = {**fields, "answer": {"value": [1, "é"]}, "finish_reason": "stop", "given": None}
     assert told == ("Bearer secret", {"rollouts": [expected]})
 
 

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from headrace.config import EnvironmentConfig
-from producers.environments.api import Rollout
+from producers.environments.api import Rollout, Turn
 from producers.rewards.scorer import Scorer
 from producers.rewards.worker import Score
 
@@ -142,6 +143,22 @@ async def test_a_worker_killed_while_idle_is_replaced(scorer: Scorer, file: Path
         if await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False):
             return
     pytest.fail("no rollout was scored after the worker was killed")
+
+
+async def test_what_an_episode_gave_by_itself_is_a_part(file: Path) -> None:
+    """Its turns' rewards and its final one; where it gave none, the environment's score."""
+    environment = EnvironmentConfig.model_validate(
+        {"name": f"{file}:Own", "reward": [{"name": "environment", "weight": 2}, f"{file}:plain"]}
+    )
+    scorer = Scorer({"own": environment}, workers=1, deadline_s=1.0)
+    turns = (Turn("a", "stop", reward=0.25), Turn("b", "stop", reward=-0.5))
+    scored = replace(rollout("right", file), turns=turns)
+    by_itself = await scorer.score("own", "train", replace(scored, given=4.0))
+    assert by_itself == Score(2 * (4.0 - 0.25) + 2, correct=True, parts={"environment": 3.75, f"{file}:plain": 2.0})
+    assert (await scorer.score("own", "train", scored)).parts["environment"] == 0.5
+    failed = await scorer.score("own", "train", replace(scored, given="much"))  # type: ignore[arg-type]
+    assert failed.failure == "reward 'environment' returned str, not a number"
+    await scorer.close()
 
 
 async def test_what_cannot_be_pickled_is_a_reason(scorer: Scorer) -> None:
