@@ -90,7 +90,27 @@ def _sglang(config: Config, model_folder: Path, seed: int) -> Engine:
     )
 
 
-ENGINES: dict[str, Factory] = {"scripted": _scripted, "sglang": _sglang, "torch": _torch}
+def _openai(config: Config, model_folder: Path, seed: int) -> Engine:
+    from headrace.policy.loading import load_tokenizer
+    from producers.engines.api import SamplingParams
+    from producers.engines.openai.engine import OpenAIEngine
+    from producers.engines.openai.options import Options
+    from producers.engines.options import parsed
+
+    options, sampling = parsed(Options, config.producer.engine_options), config.sampling
+    tokenizer = load_tokenizer(model_folder)
+    return OpenAIEngine(
+        model_folder,
+        options,
+        slots=config.producer.slots,
+        context_length=config.model.context_length,
+        seed=seed,
+        sampling=SamplingParams(1, sampling.temperature, sampling.top_p, sampling.top_k),
+        decode=lambda token_ids: str(tokenizer.decode(token_ids)),
+    )
+
+
+ENGINES: dict[str, Factory] = {"openai": _openai, "scripted": _scripted, "sglang": _sglang, "torch": _torch}
 
 
 def _user_factory(name: str) -> Factory:

@@ -1,0 +1,141 @@
+"""One completion server: what `producers/engines/replica.py` asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from headrace.errors import EngineError
+from producers.engines.http import ServerBroken, ServerRefused
+from producers.engines.openai.answers import generated
+from producers.engines.openai.asking import PLAIN, completion_body
+from producers.engines.openai.client import CompletionsClient
+from producers.engines.openai.options import Options
+from producers.engines.openai.probing import PROMPTS, Found, probe
+from producers.engines.openai.updates import Updater, refuse_without_routes
+from producers.engines.replica import Offer, Replica, Taken
+from producers.engines.sglang.answers import Generated
+from producers.engines.sglang.job import Job
+from producers.engines.sglang.spans import Labels
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 30.0
+"""For a server to answer for the first time."""
+ANSWER_S = 5.0
+"""For a paused server to answer what it was computing. What is open then came later and waits: it is taken back."""
+
+
+class CompletionsReplica(Replica):
+    """One that is given by its URL."""
+
+    def __init__(
+        self, url: str, key: str, options: Options, labels: Labels, slots: int, changed: Callable[[], None]
+    ) -> None:
+        """`slots`: requests open there at most."""
+        super().__init__(url, options, labels, slots, changed)
+        self.found: Found | None = None
+        self.client = CompletionsClient(url, key)
+        self._options = options
+        self._updates = options.updates != "none"
+        self._updater = Updater(self.client, options.verify)
+        self._asking = 0
+        """Requests whose answers are waited for."""
+        self._all_answered = asyncio.Event()
+
+    async def ask(self, job: Job, rid: str, label: str) -> Generated:
+        assert self.found is not None
+        body = completion_body(job, self.found.model, rid, label if self._updates else "")
+        self._asking += 1
+        self._all_answered.clear()
+        try:
+            return generated(await self.client.complete(body))
+        finally:
+            self._asking -= 1
+            if self._asking == 0:
+                self._all_answered.set()
+
+    async def abort(self, rid: str) -> None:
+        if not self._updates:
+            raise ServerRefused("this server knows no request by its id", 404)
+        await self.client.abort_requests([f"cmpl-{rid}-0"])
+
+    async def _begin(self) -> None:
+        if not await self._comes_back(CONNECT_S):
+            # Once more, for the reason.
+            await self.client.health(timeout_s=self._options.hang_s)
+        if self._updates:
+            await refuse_without_routes(self.client)
+            if await self.client.is_paused(timeout_s=self._options.hang_s):
+                # Nothing is sampled before it has a version of ours; but what is asked at start is answered.
+                log.warning("server %s was left paused by an update that came to no end; it is resumed", self.name)
+                await self.client.resume()
+        self.found = await probe(self.client, self._options.model, salted=self._updates)
+
+    async def _bring(self, offer: Offer, *, reload: bool) -> float:
+        label, seconds = self._labels.of(offer.version), 0.0
+        if self._updates:
+            if offer.staged is None:
+                await self.client.update_weight_version(label)
+            else:
+                seconds = await self._updater.update(offer.staged, label, self._answered, whole=reload)
+            if (found := await self._label()) != label:
+                raise ServerBroken(f"it says that it is on {found!r} after an update to {label!r}")
+        self.version = offer.version
+        return seconds
+
+    async def _look(self) -> None:
+        await self.client.health(timeout_s=self._options.hang_s)
+
+    async def _check(self) -> None:
+        if not self._updates:
+            if self.open or self._doubt.is_set():
+                await self._samples()
+            return
+        expected, label = self.version, await self._label()
+        if self.state != "serving" or expected != self.version or self._labels.version(label) == expected:
+            return
+        if self._labels.strange(label):
+            raise Taken(f"another engine has put its weights into it: they are labelled {label!r}")
+        raise ServerBroken(f"it was restarted: its weights are labelled {label!r}, not {self._labels.owner}/{expected}")
+
+    async def _mend(self) -> bool:
+        return await self._comes_back(self._options.outage_s)
+
+    async def _end(self) -> None:
+        await self.client.close()
+
+    async def _answered(self) -> None:
+        """Until nothing is open there: it comes back at once, or goes elsewhere."""
+        if not self._asking:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_answered.wait(), ANSWER_S)
+        if self._asking:
+            self._end_life("its weights change, and it had not begun with some requests")
+
+    async def _label(self) -> str:
+        return await self.client.weight_version(timeout_s=self._options.hang_s)
+
+    async def _samples(self) -> None:
+        """One token, which takes its scheduler to work: of one that tells nothing else of it."""
+        assert self.found is not None
+        body = {**PLAIN, "model": self.found.model, "prompt": list(PROMPTS[0]), "max_tokens": 1}
+        await self.client.complete(body, timeout_s=self._options.hang_s)
+
+    async def _comes_back(self, seconds: float) -> bool:
+        """Whether it answers within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                await self.client.health(timeout_s=min(self._options.hang_s, seconds))
+            except EngineError:
+                if time.monotonic() > deadline:
+                    return False
+                await asyncio.sleep(random.uniform(0.3, 0.6))
+            else:
+                return True
