@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 PROMPT = [72, 101, 108, 108, 111, 32, 116, 104, 101, 114, 101]
+ROOM = ("--mem-fraction-static", "0.5")
+"""For a server of one's own: what it takes is bounded by its tokens, but it looks at all that others take meanwhile."""
 CLOSE = 2e-4
 """Log-probs of two programs that compute in float32; seen: 2e-5."""
 

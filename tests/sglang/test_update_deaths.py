@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from producers.engines.sglang.loading import MeansName, UpdateFailed
 from producers.engines.sglang.staged import Staged
 from producers.engines.sglang.updates import Updater, capabilities
 from tests.sglang_servers import tiny_spec
-from tests.sglang_weights import assert_serves, body, fresh, patched, stage
+from tests.sglang_weights import ROOM, assert_serves, body, fresh, patched, stage
+
+pytestmark = pytest.mark.timeout(900)
+"""Each starts servers, for a minute where others use the machine."""
 
 Start = Callable[[Path], Awaitable[tuple[Server, SglangClient]]]
 
@@ -33,7 +37,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     begun: list[tuple[Server, SglangClient]] = []
 
     async def one(model: Path) -> tuple[Server, SglangClient]:
-        server = Server(tiny_spec(model, logs=tmp_path / "logs"), f"server-{len(begun)}")
+        spec = replace(tiny_spec(model, *ROOM, logs=tmp_path / "logs"), start_s=600.0)
+        server = Server(spec, f"server-{len(begun)}")
         client = SglangClient(server.url, server.admin_key)
         begun.append((server, client))
         await server.ready(client)

@@ -14,12 +14,15 @@ from producers.engines.sglang.launch import Server
 from producers.engines.sglang.loading import UpdateFailed
 from producers.engines.sglang.updates import Updater, capabilities
 from tests.sglang_servers import tiny_spec
-from tests.sglang_weights import assert_serves, fresh, renamed, stage
+from tests.sglang_weights import ROOM, assert_serves, fresh, renamed, stage
+
+
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest_asyncio.fixture
 async def two_ranks(sglang_model: Path, tmp_path: Path) -> AsyncIterator[SglangClient]:
-    spec = tiny_spec(sglang_model, "--tp-size", "2", logs=tmp_path / "logs")
+    spec = tiny_spec(sglang_model, *ROOM, "--tp-size", "2", logs=tmp_path / "logs")
     spec = replace(spec, env={**spec.env, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, start_s=600.0)
     server = Server(spec, "two-ranks")
     try:
