@@ -16,7 +16,6 @@ from producers.engines.sglang.updates import Updater, capabilities
 from tests.sglang_servers import tiny_spec
 from tests.sglang_weights import ROOM, assert_serves, fresh, renamed, stage
 
-
 pytestmark = pytest.mark.timeout(900)
 
 
