@@ -24,6 +24,7 @@ from broker.messages import Task, TaskDelivery, TaskKind
 from deploy.generate_show import Shown, parts_of
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
+from producers.engines.registry import engine_factory
 from producers.environments.api import Environment, Rollout
 from producers.environments.pass_rates import Measured, write_pass_rates
 from producers.environments.registry import sizes_of
@@ -57,6 +58,7 @@ def run(wish: Wish, show: Print) -> int:
     """The exit code: 1 when no sample came out. Raises the errors of configuration, model, engine and environment."""
     if wish.pass_rates is not None:
         _check_pass_rates(wish, wish.pass_rates)
+    engine_factory(wish.config.producer.engine)  # before all that takes long
     try:
         return asyncio.run(_run(wish, show))
     except asyncio.CancelledError:
