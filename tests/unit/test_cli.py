@@ -52,8 +52,8 @@ def test_configuration_and_launcher_import_no_torch(module: str) -> None:
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = headrace("--help", cwd=tmp_path)
     assert done.returncode == 0
-    commands = ("up", "scale", "status", "rollouts", "stop", "config", "prepare", "runs", "dead", "weights", "scripts")
-    for command in commands:
+    commands = "up scale status rollouts stop config prepare runs dead weights scripts generate env"
+    for command in commands.split():
         assert f" {command} " in done.stdout
 
 
@@ -102,6 +102,10 @@ def test_usage_errors_are_clear(arguments: tuple[str, ...], sentence: str, tmp_p
         (("weights", "pin", "1"), "'1' is no weight version (they look like 1.140); `headrace weights list` names all"),
         (("weights", "rollback", "1.x"), "'1.x' is no weight version"),
         (("weights", "export", "1.2", "out"), "no run is running in"),
+        (("generate", "--option", "digits"), "--option 'digits' is not of the form key=value, as in digits=2"),
+        (("generate", "--engine", "warp"), "producer.engine = 'warp' is not one of"),
+        (("generate", "--pass-rates", "a/b", "--eval"), "--pass-rates are of training prompts; leave --prompt and"),
+        (("env", "check", "arithmetic", "--model", "no/such/folder"), "model.path = 'no/such/folder' does not exist"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
