@@ -40,7 +40,7 @@ class _Request:
     answer: asyncio.Future[httpx.Response]
 
 
-class Bridge(httpx.AsyncBaseTransport):
+class Bridge:
     """One conversation: `run` is started with a client, and what it asks is answered by `step`.
 
     `trouble` is the first thing that was wrong with a request.
@@ -59,8 +59,8 @@ class Bridge(httpx.AsyncBaseTransport):
 
     async def reset(self) -> Observation:
         """Start it and wait for its first request. Raises RolloutFailed when it asks none."""
-        # No proxy, no certificates: nothing is connected to.
-        http = httpx.AsyncClient(transport=self, trust_env=False)
+        # The transport that calls a function. No proxy, no certificates: nothing is connected to.
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), trust_env=False)
         client = openai.AsyncOpenAI(api_key="none", base_url="http://headrace/v1", max_retries=0, http_client=http)
         self._task = asyncio.create_task(_awaited(self._run, client))
         shown = await self._next()
@@ -105,9 +105,9 @@ class Bridge(httpx.AsyncBaseTransport):
         if self._task is not None and not self._task.cancelled():
             self._task.exception()  # seen
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
         """What the client calls. A request that ends the rollout has no answer: its code might ask again for ever."""
-        asked = _Request(json.loads(await request.aread() or b"{}"), asyncio.get_running_loop().create_future())
+        asked = _Request(json.loads(request.content or b"{}"), asyncio.get_running_loop().create_future())
         if self._full:
             self.trouble = self.trouble or "environment goes on asking after it was told that the context is full"
         elif reason := self._refused(request.url.path, asked.body):
