@@ -36,7 +36,7 @@ class Lacks:
 
 @dataclass
 class CompletionServer:
-    """`fail`: completions are answered with this status. `hang`: nothing is answered."""
+    """`fail`: completions are answered with this status. `hang`: they are not answered, until `let_go`."""
 
     lacks: Lacks = field(default_factory=Lacks)
     models: tuple[tuple[str, int | None], ...] = (("tiny", 64),)
@@ -50,6 +50,7 @@ class CompletionServer:
     asked: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of completions, in order."""
     open: int = 0
+    _let: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> CompletionServer:
         app = web.Application()
@@ -65,6 +66,14 @@ class CompletionServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.close()
+
+    def let_go(self) -> None:
+        self.hang = False
+        self._let.set()
+
+    async def close(self) -> None:
+        """Connections drop. Idempotent."""
         await self._runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -78,7 +87,7 @@ class CompletionServer:
         self.open += 1
         try:
             if self.hang:
-                await asyncio.Event().wait()
+                await self._let.wait()
             if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
                 return web.json_response({"error": {"message": "wrong key"}}, status=401)
             body = await request.json()

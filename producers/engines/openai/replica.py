@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from headrace.errors import EngineError
-from producers.engines.http import ServerBroken, ServerRefused
+from producers.engines.http import ServerBroken, ServerGone, ServerRefused
 from producers.engines.openai.answers import generated
 from producers.engines.openai.asking import PLAIN, completion_body
 from producers.engines.openai.client import CompletionsClient
@@ -45,7 +45,12 @@ class CompletionsReplica(Replica):
         self._updater = Updater(self.client, options.verify)
         self._asking = 0
         """Requests whose answers are waited for."""
+        self._answers = 0
         self._all_answered = asyncio.Event()
+
+    def answered(self, retractions: int) -> None:
+        super().answered(retractions)
+        self._answers += 1
 
     async def ask(self, job: Job, rid: str, label: str) -> Generated:
         assert self.found is not None
@@ -122,10 +127,15 @@ class CompletionsReplica(Replica):
         return await self.client.weight_version(timeout_s=self._options.hang_s)
 
     async def _samples(self) -> None:
-        """One token, which takes its scheduler to work: of one that tells nothing else of it."""
+        """Whether it answers anything: else one token, which may have to wait there for a slot."""
         assert self.found is not None
+        before = self._answers
         body = {**PLAIN, "model": self.found.model, "prompt": list(PROMPTS[0]), "max_tokens": 1}
-        await self.client.complete(body, timeout_s=self._options.hang_s)
+        try:
+            await self.client.complete(body, timeout_s=self._options.hang_s)
+        except ServerGone:
+            if self._answers == before:
+                raise
 
     async def _comes_back(self, seconds: float) -> bool:
         """Whether it answers within so many seconds."""
