@@ -95,15 +95,19 @@ class TemplateChat:
         return self._stop_token_ids
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Int32:
+        """Raises ModelError when the template takes no such messages, or writes calls in a format that is not known."""
         if tools and not self._shows_tools:
             return self._explained_prompt(messages, tools)
+        if tools:
+            _ = self._format
+        told = messages if self._shows_tools else retold(messages)
         if self._tokenizer.chat_template is None:
-            return self.tokens("\n".join(message.content for message in messages), special=True)
-        return self.tokens(self._render(messages, tools, generate=True))
+            return self.tokens("\n".join(message.content for message in told), special=True)
+        return self.tokens(self._render(told, tools, generate=True))
 
     def follow_up(self, messages: Sequence[Message], last_token: int, tools: Tools = ()) -> Int32:
         """Raises ModelError when the template changes what it wrote before, so that no turn can be appended."""
-        native = bool(tools) and self._shows_tools
+        native = self._shows_tools
         tokens = self.tokens(self._between(messages, tools) if native else self._between(retold(messages)))
         self._compare()
         # A completion that stopped by itself already holds the token that ends an answer, or stands in its place.
@@ -117,10 +121,11 @@ class TemplateChat:
 
     def written(self, token_ids_N: Int32) -> str:
         """The text with its special tokens."""
-        return str(self._tokenizer.decode(token_ids_N.tolist(), skip_special_tokens=False))
+        return str(
+            self._tokenizer.decode(token_ids_N.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def tool_calls(self, token_ids_N: Int32) -> tuple[ToolCall, ...]:
-        """Raises ModelError when the template writes calls in a format that is not known."""
         return self._format.read(self.written(token_ids_N))
 
     def tokens(self, text: str, *, special: bool = False) -> Int32:

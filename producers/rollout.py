@@ -152,7 +152,10 @@ class _Game:
     def _tool_calls(self, completion: Completion) -> tuple[ToolCall, ...]:
         if not self._first.tools:
             return ()
-        calls = self._player.chat.tool_calls(completion.token_ids_N)
+        try:
+            calls = self._player.chat.tool_calls(completion.token_ids_N)
+        except ModelError as error:
+            raise RolloutFailed(str(error)) from error
         return tuple(replace(call, call_id=f"call{next(self._numbers):05d}") for call in calls)
 
     async def _complete(self) -> Completion:

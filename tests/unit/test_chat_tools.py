@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ModelError
@@ -77,6 +77,9 @@ def test_a_format_that_is_not_known_must_be_named() -> None:
         ModelError, match=r"format that is not known; name .* model.tool_format \(hermes, llama3, mistr"
     ):
         said(byte_chat(XML), "<function=add></function>")
+    with pytest.raises(ModelError, match="format that is not known"):
+        byte_chat(XML).prompt(ASKED, (ADD,))
+    assert len(byte_chat(XML).prompt(ASKED))
     assert said(byte_chat(XML, "llama3"), '{"name": "add", "parameters": {}}') == (ToolCall("add", {}),)
 
 
@@ -197,13 +200,21 @@ def test_any_text_can_be_read(form: str, text: str) -> None:
             assert call.name or call.error
 
 
+@pytest.mark.parametrize("template", [QWEN, LLAMA])
+def test_results_of_an_environments_own_tools_go_through_the_template_too(template: str) -> None:
+    chat = byte_chat(template)
+    assert chat.follow_up([RESULT], 0).tolist() == chat.follow_up([RESULT], 0, (ADD,)).tolist()
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
 )
 
 
-@given(st.sampled_from(sorted(FORMATS)), st.text(min_size=1), st.dictionaries(st.text(), json_values))
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(FORMATS)), st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3))
 def test_a_call_that_is_written_is_read(form: str, name: str, arguments: dict[str, object]) -> None:
     text = json.dumps({"name": name, "arguments": arguments})
     assert FORMATS[form].read(f"{FORMATS[form].begin}{text}") == (ToolCall(name, arguments),)
