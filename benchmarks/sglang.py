@@ -41,17 +41,21 @@ CPU_ARGS = (
 CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def workload(count: int, new: int, seed: int = 0) -> list[Request]:
+def workload(count: int, new: int, vocabulary: int, seed: int = 0) -> list[Request]:
     """`count` prompts of 32 to 48 random tokens, with completions of half to all of `new` tokens."""
     random = np.random.default_rng(seed)
     requests = []
     for index in range(count):
-        prompt = random.integers(100, 40_000, int(random.integers(32, 49))).astype(np.int32)
+        prompt = random.integers(3, vocabulary, int(random.integers(32, 49))).astype(np.int32)
         length = int(random.integers(new // 2, new + 1))
         requests.append(
             Request(f"task{index // 4}/{index % 4}/0#{index}", prompt, SamplingParams(max_new_tokens=length))
         )
     return requests
+
+
+def vocabulary_of(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"])
 
 
 async def through_engine(engine: SglangEngine, requests: Sequence[Request]) -> float:
@@ -110,7 +114,7 @@ async def run(folder: Path, python: str, args: Sequence[str], concurrency: int, 
     try:
         async with SglangClient(server.url, server.admin_key) as client:
             await server.ready(client)
-        return await measure(server, folder, concurrency, rounds, workload(4 * concurrency, new))
+        return await measure(server, folder, concurrency, rounds, workload(4 * concurrency, new, vocabulary_of(folder)))
     finally:
         await server.close()
 

@@ -93,7 +93,7 @@ async def test_a_server_answers_and_is_gone_with_all_its_processes(start: Start)
     await server.close()
     await server.close()
     assert not server.alive
-    assert group(server.pid) == []
+    wait_here(lambda: group(server.pid) == [], "nothing of it is left")
 
 
 async def test_nobody_else_sees_its_key(start: Start, spec: LaunchSpec) -> None:

@@ -167,25 +167,6 @@ async def test_a_server_in_use_by_another_engine_is_refused(sglang_server: Serve
     await asyncio.gather(*busy_calls)
 
 
-async def test_requests_of_a_server_that_fails_go_to_another(
-    proxy: FaultyProxy, sglang_server: Server, make: Make
-) -> None:
-    """Two ways to one server look like two servers."""
-    engine = await make(proxy.url, sglang_server.url)
-    first, second = engine.replicas
-    await wait_until(lambda: first.state == second.state == "serving", "both serve")
-    calls = running(engine, 8)
-    await wait_until(lambda: first.open > 0 and second.open > 0, "both have some")
-    proxy.drop = True
-    proxy.cut()
-    await asyncio.gather(*calls)
-    assert first.state == "broken"
-    assert second.state == "serving"
-    proxy.drop = False
-    await wait_until(lambda: first.state == "serving", "it is back")
-    await assert_right(engine, calls)
-
-
 async def test_an_incomplete_version_is_never_sampled_from(
     sglang_server: Server, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

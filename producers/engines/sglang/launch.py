@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,6 +57,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-sglang-"))
         """Of the file with its key, readable by this user only, and of its log where there is no better place."""
+        self._config = self._folder / "server.yaml"
+        self._log_is_wanted = False
         self.log = (spec.logs or self._folder) / f"{name}.log"
         try:
             self._guard = self._start(port)
@@ -79,6 +82,8 @@ class Server:
         while left_s > 0:
             with contextlib.suppress(ServerGone, ServerBroken, ServerRefused):
                 await client.ready(timeout_s=5.0)
+                # It has read it.
+                self._config.unlink(missing_ok=True)
                 return
             if await self.ended_within(look_s):
                 raise EngineError(f"server {self._name} ended while it started. {self.last_words()}")
@@ -137,11 +142,10 @@ class Server:
     def _start(self, port: int) -> subprocess.Popen[bytes]:
         """Raises OSError."""
         spec = self._spec
-        config = self._folder / "server.yaml"
         # Command lines can be read by everybody on the machine.
-        with os.fdopen(os.open(config, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(os.open(self._config, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
             file.write(f'api-key: "{self.admin_key}"\nadmin-api-key: "{self.admin_key}"\n')
-        command = [spec.python, "-m", "sglang.launch_server", "--config", str(config)]
+        command = [spec.python, "-m", "sglang.launch_server", "--config", str(self._config)]
         command += ["--model-path", str(spec.model), "--host", "127.0.0.1", "--port", str(port), *spec.args]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         # SGLang prints its arguments, the key among them.
@@ -156,6 +160,7 @@ class Server:
             )
 
     def last_words(self) -> str:
+        self._log_is_wanted = True
         return f"The end of {self.log}:\n" + "\n".join(f"  {line}" for line in self.tail())
 
     def _ended(self) -> None:
@@ -168,10 +173,10 @@ class Server:
         self._remove()
 
     def _remove(self) -> None:
-        """What has the key in it; a log that lies there, too, is wanted after a failure."""
-        (self._folder / "server.yaml").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
+        """What has the key in it; a log that lies there, too, unless somebody was told of it."""
+        self._config.unlink(missing_ok=True)
+        if not self._log_is_wanted:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _free_port() -> int:
