@@ -12,13 +12,15 @@ from headrace.config import Config
 from headrace.config_sources import resolve, scalar, validated
 from headrace.errors import ConfigError
 
+NO_TRAINER = ("trainer.group_size=1", "producer.min_group_size=1")
+"""Sizes of groups that fit whatever else is asked for."""
+
 
 def asked(
     file: Path | None,
     overrides: Sequence[str],
     environment: str | None,
     options: Sequence[str],
-    samples: int = 1,
     **named: str | None,
 ) -> Config:
     """As a run would have it, but of one environment where one is named: by its label or name in the file, or anew.
@@ -26,7 +28,7 @@ def asked(
     `named` are values by their keys, with a double underscore for the dot. Raises ConfigError.
     """
     texts = [f"{key.replace('__', '.')}={json.dumps(text)}" for key, text in named.items() if text is not None]
-    config = resolve(file, os.environ, [*overrides, *texts]).config
+    config = resolve(file, os.environ, [*overrides, *texts, *NO_TRAINER]).config
     entries = list(config.environments)
     if environment is not None:
         entries = [entry for entry in entries if environment in (entry.called, entry.name)][:1]
@@ -36,13 +38,11 @@ def asked(
     given = dict(map(_option, options))
     trees = [entry.model_dump() for entry in entries] or [{"name": environment}]
     tree = config.model_dump()
-    # What only a trainer needs must not be in the way: weights, shares and sizes of its groups.
+    # What only a trainer needs must not be in the way.
     tree["environments"] = [
         {**one, "options": {**one.get("options", {}), **given}, "weight": 1.0, "min_share": 0.0} for one in trees
     ]
     tree["evaluation"]["environment"] = ""
-    tree["trainer"]["group_size"] = min(samples, config.producer.slots)
-    tree["producer"]["min_group_size"] = 1
     return validated(tree)
 
 

@@ -230,24 +230,24 @@ class Visitor:
             if verdict not in (True, False):
                 self._tell.found("warning", f"correct of {where} gave {type(verdict).__name__}; return True or False")
             if visit.reward is not None:
-                self._judge_number(where, "Done", visit.reward)
+                self._judge_number(where, "Done", visit.reward, visit)
                 return
             once, again = [await self._call(where, "score", lambda: self._environment.score(rollout)) for _ in "12"]
         except RolloutFailed:
             return
-        if self._judge_number(where, "score", once) and once != again:
+        if self._judge_number(where, "score", once, visit) and once != again:
             self._tell.found(
                 "warning",
                 f"score of {where} gave {once!r}, then {again!r} for the same rollout; what is learned from such a "
                 f"reward is its noise, too",
             )
 
-    def _judge_number(self, where: str, what: str, value: object) -> bool:
+    def _judge_number(self, where: str, what: str, value: object, visit: Visit) -> bool:
         score = judged(value)
         if score.failure:
             self._tell.found("error", f"{what} of {where}: {score.failure}; return a finite float")
             return False
-        self._rewards.add(score.reward)
+        self._rewards.add(score.reward + sum(seen.reward for seen in visit.observations))
         return True
 
     def _judge_length(self, where: str, visit: Visit) -> None:

@@ -13,7 +13,7 @@ env_app = typer.Typer(help="Environments: what is wrong with them.", no_args_is_
 
 NameArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="Built in, package.module:object, or of the file; default: all of the file."),
+    typer.Argument(metavar="NAME", help="Built in, package.module:object, or of the file; default: all of the file."),
 ]
 
 

@@ -46,8 +46,6 @@ def generate(
         else:
             show(sample)
 
-    chosen = asked(
-        config, values or (), environment, options or (), samples, model__path=model, producer__engine=engine
-    )
+    chosen = asked(config, values or (), environment, options or (), model__path=model, producer__engine=engine)
     wish = Wish(chosen, prompt, tasks, first, samples, "eval" if held_out else "train", pass_rates)
     raise typer.Exit(run(wish, print_one))

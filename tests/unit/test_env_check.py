@@ -57,7 +57,7 @@ async def test_nothing_is_wrong_with_one_that_is_fine() -> None:
     assert (heard.known["rewards seen"], heard.known["turns"]) == ("0, 1", "1")
     game = await visited(checked.Game())
     assert game.findings == []
-    assert (game.known["rewards seen"], game.known["turns"]) == ("0.5", "3")
+    assert (game.known["rewards seen"], game.known["turns"]) == ("1", "3")
 
 
 @pytest.mark.parametrize(

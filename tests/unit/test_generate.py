@@ -27,8 +27,8 @@ OLD, NEW = PolicyVersion(1, 0), PolicyVersion(1, 1)
 QUICK = "producer.engine_options={length_sigma=0.0, length_mean=4.0}"
 
 
-def scripted(environment: str, *options: str, samples: int = 2) -> Config:
-    return asked(None, [QUICK], environment, options, samples, producer__engine="scripted")
+def scripted(environment: str, *options: str) -> Config:
+    return asked(None, [QUICK], environment, options, producer__engine="scripted")
 
 
 async def samples_of(wish: Wish) -> tuple[int, list[Shown]]:
@@ -72,7 +72,7 @@ def test_a_sample_is_shown_to_a_person_and_to_a_machine(capsys: pytest.CaptureFi
 
 
 async def test_groups_come_in_order_with_rewards_of_turn_and_end() -> None:
-    code, shown = await samples_of(Wish(scripted("tests.checked:Game", samples=3), tasks=4, first=1, samples=3))
+    code, shown = await samples_of(Wish(scripted("tests.checked:Game"), tasks=4, first=1, samples=3))
     assert code == 0
     assert [(one.index, one.member) for one in shown] == [
         (index, member) for index in range(1, 5) for member in range(3)
@@ -132,8 +132,8 @@ async def test_an_index_that_is_not_there_is_named() -> None:
 
 async def test_a_prompt_of_ones_own_is_answered_by_the_models_own_weights(tmp_path: Path) -> None:
     folder = save_tiny_llama(tmp_path / "model", seed=4)
-    overrides = ["model.dtype=float32", "sampling.temperature=0", "sampling.max_new_tokens=5", "producer.slots=8"]
-    config = asked(None, overrides, None, (), 2, model__path=str(folder))
+    overrides = ["model.dtype=float32", "sampling.temperature=0", "sampling.max_new_tokens=5", "producer.slots=4"]
+    config = asked(None, overrides, None, (), model__path=str(folder))
     code, shown = await samples_of(Wish(config, prompt="Hello?", samples=2))
     assert code == 0
     assert [one.parts[0].text for one in shown] == ["<|start|>user\nHello?<|end|>\n<|start|>assistant\n"] * 2
@@ -158,7 +158,7 @@ def test_what_a_command_names_goes_before_what_the_file_says(tmp_path: Path) -> 
         environment = "sums"
         """
     )
-    config = asked(file, (), "sums", ["digits=1", 'prompt="Say {expression}"'], 64, model__path='a"b')
+    config = asked(file, (), "sums", ["digits=1", 'prompt="Say {expression}"'], model__path='a"b')
     (entry,) = config.environments
     assert (entry.name, entry.called) == ("arithmetic", "sums")
     assert entry.options == {"digits": 1, "terms": 3, "prompt": "Say {expression}"}
