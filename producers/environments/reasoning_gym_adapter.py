@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Rollout
+from producers.environments.pass_rates import Band, kept, read_pass_rates
+from producers.environments.reasoning_gym_datasets import Level, make_dataset, score
 from producers.environments.single_turn import SingleTurn
 
 EVAL_SEED_OFFSET = 1_000_003
-COMPILED = "pycosat"
-"""A C extension without wheels, which only the dataset zebra_puzzles calls."""
 
 
 class ReasoningGym:
     """Questions of one dataset; the reward is what its `score_answer` says, right is a score of 1.
 
-    The eval split is drawn with another seed, and questions that training has too are left out.
+    With several levels of its curriculum, question i is of level i modulo their number. The eval split is drawn with
+    another seed, and questions that training has too are left out.
     """
 
     def __init__(
@@ -33,45 +33,86 @@ class ReasoningGym:
         seed: int = 0,
         prompt: str = "{question}",
         answer_tag: str = "",
+        curriculum: Level | Sequence[Level] | None = None,
+        datasets: Sequence[Mapping[str, Any]] = (),
+        pass_rates: str = "",
+        pass_rate: Sequence[float] = (0.0, 1.0),
+        unmeasured: str = "keep",
         **options: Any,
     ) -> None:
         """`options` are the dataset's own. With `answer_tag` the answer is what stands in the last `<tag>…</tag>`.
 
+        `curriculum` is a level, or a list of levels; `datasets` are the parts of the dataset "composite". With
+        `pass_rates` the questions outside of `pass_rate` are left out; of several levels, those levels.
         Raises EnvironmentLoadError for a missing package, an unknown dataset, or an option that it refuses.
         """
         if "{question}" not in prompt:
             raise EnvironmentLoadError(f"reasoning_gym: prompt = {prompt!r} has no place for {{question}}")
         if size < 1 or eval_size < 0:
             raise EnvironmentLoadError(f"reasoning_gym: size = {size} and eval_size = {eval_size} must be positive")
+        levels: list[Any] = list(curriculum) if isinstance(curriculum, list | tuple) else [curriculum]
+        if not levels or len(levels) > size:
+            raise EnvironmentLoadError(f"reasoning_gym: curriculum = {levels} is not from 1 to size = {size} levels")
         self._name, self._prompt = dataset, prompt
-        self._train = make_dataset(dataset, seed=seed, size=size, **options)
-        self._eval = make_dataset(dataset, seed=seed + EVAL_SEED_OFFSET, size=max(eval_size, 1), **options)
+
+        def part(seed: int, size: int) -> Questions:
+            each = -(-size // len(levels))
+            made = [
+                make_dataset(dataset, seed=seed, size=each, curriculum=level, parts=datasets, **options)
+                for level in levels
+            ]
+            return Questions(made, size)
+
+        self._train = part(seed, size)
+        self._eval = part(seed + EVAL_SEED_OFFSET, max(eval_size, 1))
         self._eval_size = eval_size
+        self._chosen = self._choose(pass_rates, Band.of("reasoning_gym", pass_rate, unmeasured))
         tag = re.escape(answer_tag)
         self._tagged = re.compile(rf"<{tag}>(.*?)</{tag}>", re.DOTALL) if answer_tag else None
 
     def __len__(self) -> int:
-        return len(self._train)
+        return len(self._chosen)
 
     def eval_size(self) -> int:
         return len(self._held_out) if self._eval_size else 0
 
     def episode(self, split: str, index: int, seed: int) -> SingleTurn:
-        entry = self._held_out[index] if split == "eval" else self._train[index]
+        entry = self._held_out[index] if split == "eval" else self._train[self._chosen[index]]
         return SingleTurn(self._prompt.replace("{question}", entry["question"]), entry)
 
     async def score(self, rollout: Rollout) -> float:
-        return float(self._train.score_answer(self._answer(rollout.completion), rollout.answer))
+        return self._score(rollout)
 
     def correct(self, rollout: Rollout) -> bool:
-        return float(self._train.score_answer(self._answer(rollout.completion), rollout.answer)) >= 1.0
+        return self._score(rollout) >= 1.0
+
+    def _score(self, rollout: Rollout) -> float:
+        entry = rollout.answer
+        return score(self._train.levels[entry.get("level", 0)], self._answer(rollout.completion), entry)
+
+    def _choose(self, pass_rates: str, band: Band) -> Sequence[int]:
+        """The training questions that are asked."""
+        size, levels = len(self._train), len(self._train.levels)
+        if not pass_rates:
+            if band != Band(0.0, 1.0):
+                raise EnvironmentLoadError("reasoning_gym: pass_rate and unmeasured need pass_rates")
+            return range(size)
+        # A level is judged as a whole, because its questions can be had by the thousand.
+        of_level = (lambda index: index % levels) if levels > 1 else int
+        chosen = kept(size, read_pass_rates(Path(pass_rates).expanduser(), size, of_level), band, of_level)
+        if not chosen:
+            raise EnvironmentLoadError(
+                f"reasoning_gym: no question has a pass rate from {band.low:g} to {band.high:g}; "
+                f"widen pass_rate, or name other levels"
+            )
+        return chosen
 
     @cached_property
     def _held_out(self) -> list[dict[str, Any]]:
         """Made when an evaluation asks for it: it takes one pass over the training questions."""
-        seen = {entry["question"] for entry in self._train}
+        seen = {self._train[index]["question"] for index in range(len(self._train))}
         kept: list[dict[str, Any]] = []
-        for entry in self._eval:
+        for entry in map(self._eval.__getitem__, range(len(self._eval))):
             if entry["question"] not in seen:
                 seen.add(entry["question"])
                 kept.append(entry)
@@ -89,31 +130,16 @@ class ReasoningGym:
         return found[-1].strip() if found else ""
 
 
-def make_dataset(name: str, **options: Any) -> Any:
-    """A dataset of the package. Raises EnvironmentLoadError."""
-    gym = import_package()
-    known = importlib.import_module("reasoning_gym.factory").DATASETS
-    if name not in known:
-        raise EnvironmentLoadError(f"reasoning_gym: dataset = {name!r} is not one of its {len(known)} datasets")
-    if name == "zebra_puzzles" and not hasattr(sys.modules[COMPILED], "itersolve"):
-        raise EnvironmentLoadError(f"reasoning_gym: dataset = {name!r} needs {COMPILED}: pip install {COMPILED}")
-    try:
-        return gym.create_dataset(name, **options)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise EnvironmentLoadError(f"reasoning_gym: dataset {name!r} refuses its options: {error}") from error
+class Questions:
+    """Entries of one dataset on several levels, in turn; an entry of several says its level."""
 
+    def __init__(self, levels: Sequence[Any], size: int) -> None:
+        self.levels, self._size = levels, size
 
-def import_package() -> ModuleType:
-    """The package, also where its compiled requirement is missing. Raises EnvironmentLoadError without the package."""
-    try:
-        importlib.import_module(COMPILED)
-    except ImportError:
-        # Without a C compiler it cannot be installed. An empty module lets everything that does not call it import.
-        sys.modules[COMPILED] = ModuleType(COMPILED)
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise EnvironmentLoadError(
-            f"environment 'reasoning_gym' needs a package that is not there ({error}): "
-            f"pip install 'headrace[reasoning-gym]'"
-        ) from error
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        place, level = divmod(index, len(self.levels))
+        entry: dict[str, Any] = self.levels[level][place]
+        return entry if len(self.levels) == 1 else {**entry, "level": level}
