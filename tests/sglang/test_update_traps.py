@@ -72,9 +72,9 @@ async def test_a_folder_that_lacks_a_tensor_is_found_out_and_reloaded(
     sglang_client: SglangClient, staged: Staged, updater: Updater
 ) -> None:
     await updater.update(staged, str(stage(staged, 1)))
+    stage(staged, 2)
+    renamed(staged, "model.norm.weight", "model.nose.weight")
     async with decoding(sglang_client, 2, 300) as requests:
-        stage(staged, 2)
-        renamed(staged, "model.norm.weight", "model.nose.weight")
         with pytest.raises(
             UpdateFailed, match=r"says that it has loaded the version, but 1 of 14 .*: model\.norm\.weight"
         ) as caught:
@@ -98,9 +98,9 @@ async def test_a_server_with_a_half_goes_on_only_when_it_has_a_whole_one(
     sglang_client: SglangClient, staged: Staged, updater: Updater, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await updater.update(staged, str(stage(staged, 1)))
+    stage(staged, 2)
+    renamed(staged, "model.norm.weight", "model.nose.weight")
     async with decoding(sglang_client, 1, 300) as requests:
-        stage(staged, 2)
-        renamed(staged, "model.norm.weight", "model.nose.weight")
         with pytest.raises(UpdateFailed):
             await updater.update(staged, "1.2")
         # Whatever fails now has not touched it, which makes no whole of the half.
@@ -145,8 +145,8 @@ async def test_a_folder_that_cannot_be_read_is_a_clean_refusal(
     sglang_client: SglangClient, staged: Staged, updater: Updater
 ) -> None:
     await updater.update(staged, str(stage(staged, 1)))
+    stage(staged, 2)
     async with decoding(sglang_client, 1, 200) as requests:
-        stage(staged, 2)
         staged.file.rename(staged.folder / "elsewhere")
         with pytest.raises(UpdateFailed, match=r"did not come into .*: Failed to get weights iterator") as caught:
             await updater.update(staged, "1.2")
@@ -162,8 +162,8 @@ async def test_a_cache_that_cannot_be_flushed_fails_an_update_that_is_loaded(
 ) -> None:
     """Why no update flushes by itself: in place it would be loaded, refused, and booked by one half of the server."""
     await updater.update(staged, str(stage(staged, 1)))
-    async with decoding(sglang_client, 1, 100) as requests:
-        stage(staged, 2)
+    stage(staged, 2)
+    async with decoding(sglang_client, 1, 300) as requests:
         await sglang_client.pause_generation("in_place")
         with pytest.raises(ServerRefused, match="Weights were updated, but the cache was not flushed"):
             await sglang_client.update_weights_from_disk(

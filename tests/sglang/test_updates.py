@@ -24,6 +24,7 @@ from tests.sglang_weights import (
     expected_logprobs,
     fresh,
     logprobs_of,
+    model_of,
     renamed,
     replayed_logprobs,
     stage,
@@ -212,8 +213,9 @@ async def test_thirty_updates_in_flight_lose_no_request(
 async def test_recomputed_keys_and_values_are_of_the_new_weights(sglang_client: SglangClient, staged: Staged) -> None:
     updater = Updater(sglang_client, await capabilities(sglang_client), "recompute", "folder")
     await updater.update(staged, str(stage(staged, 1)))
+    label = str(stage(staged, 2))
     async with decoding(sglang_client, 2, 200) as requests:
-        await updater.update(staged, str(stage(staged, 2)))
+        await updater.update(staged, label)
         answers = await asyncio.gather(*requests)
     for number, answer in enumerate(answers):
         spans = answer.meta_info.weight_versions
@@ -232,7 +234,9 @@ async def test_kept_keys_and_values_are_of_the_weights_that_made_them(
     updater = Updater(sglang_client, await capabilities(sglang_client), "keep", "folder")
     await updater.update(staged, str(stage(staged, 1)))
     await sglang_client.flush_cache(timeout_s=30.0)
-    async with decoding(sglang_client, 2, 200) as requests:
+    # Made before, as that takes as long as many tokens.
+    assert model_of(2) is not model_of(3)
+    async with decoding(sglang_client, 2, 300) as requests:
         for seed in (2, 3):
             await updater.update(staged, str(stage(staged, seed)))
         answers = await asyncio.gather(*requests)
