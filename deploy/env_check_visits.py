@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from deploy.env_check_clock import BLOCKS_S, Clock
 from headrace.config import Config, EnvironmentConfig
 from headrace.errors import ModelError
 from headrace.objects import reason, shortened
@@ -23,9 +25,7 @@ from producers.round_trip import difference
 ANSWERS = ("42", "I do not know.", "", "<tool_call>{}</tool_call> … é 你好 " * 8)
 """What the visitor says, turn by turn."""
 MOST_TURNS = 64
-BLOCKS_S = 0.1
-"""An event loop that stands still for so long, at every call of a method, is worth a word."""
-TICK_S = 0.002
+_NUMBERS = re.compile(r"(train|eval) prompt|[\d.]+(e-?\d+)?")
 EPISODE = ("reset", "step", "close")
 OVERLAP_S = 10.0
 """For the search for prompts that are in both splits."""
@@ -64,38 +64,6 @@ class Visit:
         return "\n".join(message.content for message in self.observations[0].messages)
 
 
-@dataclass(slots=True)
-class Clock:
-    """How long calls of each method took, and for how long each stood in everybody's way."""
-
-    took: dict[str, list[float]] = field(default_factory=dict)
-    blocked: dict[str, list[float]] = field(default_factory=dict)
-    _seen: float = 0.0
-    _longest: float = 0.0
-
-    async def watch(self) -> None:
-        """For as long as calls are timed."""
-        self._seen = time.perf_counter()
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._look()
-
-    async def time(self, method: str, call: Callable[[], Any]) -> Any:
-        await asyncio.sleep(2 * TICK_S)
-        self._look()
-        self._longest, start = 0.0, time.perf_counter()
-        try:
-            return await call()
-        finally:
-            self._look()
-            self.took.setdefault(method, []).append(time.perf_counter() - start)
-            self.blocked.setdefault(method, []).append(max(0.0, self._longest - TICK_S))
-
-    def _look(self) -> None:
-        now = time.perf_counter()
-        self._longest, self._seen = max(self._longest, now - self._seen), now
-
-
 class Visitor:
     """Calls one environment, and tells what is wrong."""
 
@@ -110,6 +78,7 @@ class Visitor:
         self._rewards: set[float] = set()
         self._turns: set[int] = set()
         self._tokens: set[int] = set()
+        self._told: set[str] = set()
         self._failed = False
         """A call that must not fail has."""
 
@@ -126,8 +95,15 @@ class Visitor:
         self._judge_template()
         self._sum_up()
 
+    def _found(self, level: str, sentence: str) -> None:
+        """What is wrong with several prompts is told of the first."""
+        kind = _NUMBERS.sub("", sentence)
+        if kind not in self._told:
+            self._told.add(kind)
+            self._tell.found(level, sentence)
+
     async def _visit_place(self, split: str, index: int) -> None:
-        """The same episode twice, then once with its answer."""
+        """The same episode twice, then with its answer, and with silence."""
         where = f"{split} prompt {index}"
         first = await self._visit(split, index, ANSWERS)
         second = await self._visit(split, index, ANSWERS) if first is not None else None
@@ -136,13 +112,14 @@ class Visitor:
         if split == "train" and index == 0:
             self._tell.facts(**{"first prompt": shortened(first.prompt)})
         if first.observations != second.observations or not _same(first.answer, second.answer):
-            self._tell.found(
+            self._found(
                 "warning",
                 f"{where} is another one when it is made again with the same seed; members of a group would play "
                 f"different episodes: draw from random.Random(seed) in `episode`, and keep state in the episode alone",
             )
         self._judge_length(where, first)
-        for visit in (first, await self._visit(split, index, (str(first.answer),))):
+        others = [await self._visit(split, index, (answer,)) for answer in (str(first.answer), "")]
+        for visit in (first, *others):
             if visit is not None:
                 await self._judge_reward(where, split, index, visit)
 
@@ -158,7 +135,7 @@ class Visitor:
         missing += [] if hasattr(type(episode), "answer") or hasattr(episode, "answer") else ["answer"]
         if missing:
             self._failed = True
-            self._tell.found(
+            self._found(
                 "error", f"its episodes ({type(episode).__name__}) have no {', '.join(missing)}; give them these"
             )
             return None
@@ -184,7 +161,7 @@ class Visitor:
             seen.append(answer)
         else:
             if not self._entry.max_turns:
-                self._tell.found(
+                self._found(
                     "error",
                     f"an episode of {where} has not ended after {most} turns, and would go on until the context is "
                     f"full; let `step` return Done at some time, or set max_turns of the environment",
@@ -203,7 +180,7 @@ class Visitor:
         except RolloutFailed as failed:
             self._failed = True
             way = next((way for begin, way in WAYS_OUT.items() if str(failed).startswith(begin)), "")
-            self._tell.found("error", f"{what}: {failed}" + (f"; {way}" if way else ""))
+            self._found("error", f"{what}: {failed}" + (f"; {way}" if way else ""))
             raise
 
     async def _judge_reward(self, where: str, split: str, index: int, visit: Visit) -> None:
@@ -219,7 +196,7 @@ class Visitor:
         try:
             pickle.dumps(rollout)
         except Exception as error:  # noqa: BLE001 - a user's own __reduce__ raises what it likes
-            self._tell.found(
+            self._found(
                 "error",
                 f"the answer of {where} cannot be pickled ({reason(error)}), and so cannot be sent to the processes "
                 f"that score; keep plain data in `answer`",
@@ -228,7 +205,7 @@ class Visitor:
         try:
             verdict = await self._call(where, "correct", lambda: self._environment.correct(rollout))
             if verdict not in (True, False):
-                self._tell.found("warning", f"correct of {where} gave {type(verdict).__name__}; return True or False")
+                self._found("warning", f"correct of {where} gave {type(verdict).__name__}; return True or False")
             if visit.reward is not None:
                 self._judge_number(where, "Done", visit.reward, visit)
                 return
@@ -236,7 +213,7 @@ class Visitor:
         except RolloutFailed:
             return
         if self._judge_number(where, "score", once, visit) and once != again:
-            self._tell.found(
+            self._found(
                 "warning",
                 f"score of {where} gave {once!r}, then {again!r} for the same rollout; what is learned from such a "
                 f"reward is its noise, too",
@@ -245,7 +222,7 @@ class Visitor:
     def _judge_number(self, where: str, what: str, value: object, visit: Visit) -> bool:
         score = judged(value)
         if score.failure:
-            self._tell.found("error", f"{what} of {where}: {score.failure}; return a finite float")
+            self._found("error", f"{what} of {where}: {score.failure}; return a finite float")
             return False
         self._rewards.add(score.reward + sum(seen.reward for seen in visit.observations))
         return True
@@ -255,17 +232,17 @@ class Visitor:
         try:
             tokens = len(self._chat.prompt(first.messages, first.tools))
         except ModelError as error:
-            self._tell.found("error", f"{where}: {error}; use roles that the template knows")
+            self._found("error", f"{where}: {error}; use roles that the template knows")
             return
         self._tokens.add(tokens)
         if tokens >= context:
-            self._tell.found(
+            self._found(
                 "error",
                 f"{where} has {tokens} tokens, which leave no room for an answer in model.context_length = {context}; "
                 f"raise that, or make prompts shorter",
             )
         elif tokens + self._config.sampling.max_new_tokens > context:
-            self._tell.found(
+            self._found(
                 "warning",
                 f"{where} has {tokens} tokens and leaves room for {context - tokens} of sampling.max_new_tokens = "
                 f"{self._config.sampling.max_new_tokens} in model.context_length = {context}",
@@ -277,7 +254,7 @@ class Visitor:
         trained = {prompt: index async for index, prompt in self._prompts("train", train, until - OVERLAP_S / 2)}
         both = [(index, trained[p]) async for index, p in self._prompts("eval", held_out, until) if p in trained]
         if both:
-            self._tell.found(
+            self._found(
                 "error",
                 f"{len(both)} held-out prompts are training prompts, too (eval {both[0][0]} is train {both[0][1]}), so "
                 f"that an evaluation shows what was learned by heart; the splits must share none",
@@ -294,7 +271,7 @@ class Visitor:
                 shown = checked_observation(await self._calls.ask("reset", episode.reset), first=True)
                 await self._calls.ask("close", episode.close)
             except RolloutFailed as failed:
-                self._tell.found("error", f"{split} prompt {index}: {failed}")
+                self._found("error", f"{split} prompt {index}: {failed}")
                 return
             yield index, "\n".join(f"{message.role}: {message.content}" for message in shown.messages)
 
@@ -302,15 +279,16 @@ class Visitor:
         for method, seconds in self._clock.blocked.items():
             if method in ("score", "correct") or min(seconds) < BLOCKS_S:
                 continue
-            self._tell.found(
+            way = "do such work in `reset`, a coroutine" if method == "episode" else "make it a coroutine"
+            self._found(
                 "error",
                 f"{method} blocks the event loop for {min(seconds):.2g} s at each call, in which no other rollout of "
-                f"the producer goes on; make it a coroutine that awaits, as with asyncio.to_thread",
+                f"the producer goes on; {way} that awaits, as with asyncio.to_thread",
             )
 
     def _judge_template(self) -> None:
         if isinstance(self._chat, TemplateChat) and max(self._turns, default=0) > 1 and (why := difference(self._chat)):
-            self._tell.found(
+            self._found(
                 "warning",
                 f"the model's chat template does not round-trip: {why}; the model then sees conversations of another "
                 f"form than those that it was trained on",
