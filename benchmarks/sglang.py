@@ -73,6 +73,8 @@ async def bare(url: str, key: str, requests: Sequence[Request], concurrency: int
 
         async def ask(request: Request) -> int:
             params = {"max_new_tokens": request.sampling.max_new_tokens, "temperature": 1.0, "ignore_eos": True}
+            # What a model's own generation_config.json may say otherwise would cost time.
+            params |= {"top_p": 1.0, "top_k": -1}
             body = {"input_ids": request.prompt_ids_P.tolist(), "sampling_params": params, "return_logprob": True}
             async with slots, session.post(f"{url}/generate", json=body) as response:
                 return len(json.loads(await response.read())["output_ids"])

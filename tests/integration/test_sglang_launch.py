@@ -96,7 +96,9 @@ async def test_a_server_answers_and_is_gone_with_all_its_processes(start: Start)
     wait_here(lambda: group(server.pid) == [], "nothing of it is left")
 
 
-async def test_nobody_else_sees_its_key(start: Start, spec: LaunchSpec) -> None:
+async def test_nobody_else_sees_its_key(start: Start, spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_REDIS_URL", "redis://:of-no-concern@there")
+    monkeypatch.setenv("HEADRACE_RUN", "this-one")
     server, key = start(), ""
     async with SglangClient(server.url, server.admin_key) as client:
         await server.ready(client)
@@ -104,6 +106,8 @@ async def test_nobody_else_sees_its_key(start: Start, spec: LaunchSpec) -> None:
     for process in group(server.pid):
         assert key not in " ".join(process.cmdline())
         assert key not in str(process.environ())
+        assert "of-no-concern" not in str(process.environ())
+        assert process.environ()["HEADRACE_RUN"] == "this-one"
     assert spec.logs is not None
     log = spec.logs / "one.log"
     assert key in log.read_text()

@@ -132,6 +132,7 @@ async def test_the_end_token_of_the_model_is_no_stop_token_of_ours(engine: Sglan
     done = await engine.generate(ask("b", temperature=0.0, stop_token_ids=(5,), max_new_tokens=20))
     tokens = done.token_ids_N.tolist()
     assert 257 in tokens[:-1]
+    assert engine.stats().recomputed_tokens > 0  # it went on in a request of its own
     assert (len(tokens), done.finish_reason) == (20, "length")
     assert [span.version for span in done.spans] == [SECOND]
     assert np.abs(done.logprobs_N - scored(model, PROMPT, tokens)).max() < 2e-4

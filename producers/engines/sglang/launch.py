@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -155,7 +156,7 @@ class Server:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **spec.env},
+                env={**passed_on(os.environ), **spec.env},
                 start_new_session=True,
             )
 
@@ -177,6 +178,12 @@ class Server:
         self._config.unlink(missing_ok=True)
         if not self._log_is_wanted:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of this process's environment, what is nobody's secret."""
+    secret = re.compile(r"HEADRACE_.*(URL|KEY|TOKEN|SECRET)")
+    return {name: value for name, value in environ.items() if not secret.fullmatch(name)}
 
 
 def _free_port() -> int:
