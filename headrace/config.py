@@ -149,8 +149,8 @@ def _distinct(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
 
 class EnvironmentConfig(Section):
     name: PathText
-    """"arithmetic", "guess_number", "tool_arithmetic", "reasoning_gym", or your own as `package.module:object` or
-    `path/to/file.py:object`."""
+    """"arithmetic", "guess_number", "tool_arithmetic", "dataset", "reasoning_gym", "verifiers" (docs/datasets.md), or
+    your own as `package.module:object` or `path/to/file.py:object`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor as keywords."""
     reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(_reward_list), AfterValidator(_distinct)] = ()

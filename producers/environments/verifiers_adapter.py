@@ -31,7 +31,8 @@ MODEL = "policy"
 class Ended:
     """What is left of a rollout: its state as bytes, or what the rubric said of one that cannot leave its process."""
 
-    state: bytes = field(default=b"", repr=False)
+    state: bytes = field(default=b"", repr=False, compare=False)
+    """Differs in its times and ids when the same rollout is played again."""
     reward: float | None = None
 
 
