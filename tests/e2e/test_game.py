@@ -21,6 +21,8 @@ def test_a_game_of_several_turns_is_learnt(launched: Launches, tiny_model: Path)
         "producer.slots": "64",
         "evaluation.prompts": "2",
         "checkpoint.every": "1000",
+        # Then what is learnt does not depend on how busy the machine is.
+        "staleness.max_lag": "0",
     }
     flags = [flag for key, value in sets.items() for flag in ("--set", f"{key}={value}")]
     config = "examples/guess_number.toml"
@@ -32,7 +34,7 @@ def test_a_game_of_several_turns_is_learnt(launched: Launches, tiny_model: Path)
     assert len(rewards) == STEPS
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     assert first < 0.15
-    assert last > first + 0.25
+    assert last > first + 0.5
     summary = launched.summary()
     assert summary["balance"]["train"]["closed"]
     # Of a range that was never trained on.
