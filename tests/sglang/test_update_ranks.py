@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +13,25 @@ from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.launch import Server
 from producers.engines.sglang.loading import UpdateFailed
 from producers.engines.sglang.updates import Updater, capabilities
-from tests.sglang_servers import tiny_spec
-from tests.sglang_weights import ROOM, assert_serves, fresh, renamed, stage
+from tests.sglang_servers import save_model, tiny_spec
+from tests.sglang_weights import ROOM, assert_serves, fresh, model_of, renamed, stage
+from tests.tiny import SIZES
 
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A server on a CPU fills its MLP up to multiples of 32 for each rank: this one fits."""
+    monkeypatch.setitem(SIZES, "intermediate_size", 128)
+    model_of.cache_clear()
+    yield save_model(tmp_path / "model")
+    model_of.cache_clear()
+
+
 @pytest_asyncio.fixture
-async def two_ranks(sglang_model: Path, tmp_path: Path) -> AsyncIterator[SglangClient]:
-    spec = tiny_spec(sglang_model, *ROOM, "--tp-size", "2", logs=tmp_path / "logs")
+async def two_ranks(model: Path, tmp_path: Path) -> AsyncIterator[SglangClient]:
+    spec = tiny_spec(model, *ROOM, "--tp-size", "2", logs=tmp_path / "logs")
     spec = replace(spec, env={**spec.env, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, start_s=600.0)
     server = Server(spec, "two-ranks")
     try:
@@ -33,11 +43,11 @@ async def two_ranks(sglang_model: Path, tmp_path: Path) -> AsyncIterator[SglangC
 
 
 async def test_two_ranks_are_loaded_by_each_means_and_compared_shard_by_shard(
-    two_ranks: SglangClient, sglang_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    two_ranks: SglangClient, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = await capabilities(two_ranks)
     assert found.tp_size == 2
-    staged = fresh(tmp_path, sglang_model)
+    staged = fresh(tmp_path, model)
     for seed, means in enumerate(("folder", "tensor", "collective"), 1):
         updater = Updater(two_ranks, found, "recompute", means)
         try:
