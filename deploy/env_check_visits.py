@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
 
 from deploy.env_check_clock import BLOCKS_S, Clock
@@ -315,7 +315,8 @@ def _places(train: int, held_out: int) -> Iterator[tuple[str, int]]:
 def _same(one: Any, other: Any) -> bool:
     """By value where both can be written; arrays and the like have no single truth."""
     try:
-        return pickle.dumps(one) == pickle.dumps(other)
+        # A dataclass may say what of it counts.
+        return pickle.dumps(one) == pickle.dumps(other) or (is_dataclass(one) and bool(one == other))
     except Exception:  # noqa: BLE001 - told elsewhere
         return True
 
