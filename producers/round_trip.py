@@ -67,11 +67,11 @@ def _before_answer(chat: Renderer, begun: Int32, whole: Int32, answer: str) -> s
 
 
 def _end_of_answer(chat: Renderer, following: Message) -> Int32:
-    """The token with which a model ends its answer: the template's own where it writes one."""
-    written = chat.follow_up([following], -1)[:1]
-    if len(written) and int(written[0]) in chat.stop_token_ids:
-        return written
-    return np.array(chat.stop_token_ids[:1], np.int32)
+    """What a model ends its answer with: what the template writes there, up to a token that it stops at."""
+    stop = chat.stop_token_ids[0] if chat.stop_token_ids else -1
+    cut, ended = chat.follow_up([following], -1), chat.follow_up([following], stop)
+    written = cut[: len(cut) - len(ended)]
+    return written if len(written) else np.array(chat.stop_token_ids[:1], np.int32)
 
 
 def _first_difference(one: Int32, other: Int32) -> int:

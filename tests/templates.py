@@ -84,6 +84,15 @@ USERS_ONLY = PLAIN.replace(
     "{%- for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
 )
 
+CLOSES = """
+{%- for m in messages %}{{ '<|start_header_id|>' + m.role + '\n' + m.content }}
+{%- if m.role == 'assistant' %}{{ '<|im_start|>' }}{% endif %}{{ '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant\n' }}{% endif %}"""
+"""Closes an answer before it ends it."""
+
+DROPS = QWEN.replace("m.role == 'tool'", "m.role == 'never'")
+"""Takes tools and says nothing of their results."""
+
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>")
 ENDS = {LLAMA: "<|eot_id|>", MISTRAL: "</s>"}
 

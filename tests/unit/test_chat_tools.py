@@ -13,7 +13,7 @@ from headrace.errors import ModelError
 from producers.chat import ByteChat, TemplateChat
 from producers.environments.api import Message, ToolCall
 from producers.tool_formats import FORMATS, MOST_CALLS, ToolFormat, explained, learned, retold
-from tests.templates import LLAMA, MISTRAL, PLAIN, QWEN, USERS_ONLY, XML, byte_chat
+from tests.templates import DROPS, LLAMA, MISTRAL, PLAIN, QWEN, USERS_ONLY, XML, byte_chat
 
 ADD = {
     "type": "function",
@@ -37,7 +37,7 @@ def said(chat: TemplateChat, text: str) -> tuple[ToolCall, ...]:
     [(QWEN, "<tool_call>"), (LLAMA, ""), (MISTRAL, "[TOOL_CALLS]"), (PLAIN, "<tool_call>"), (None, "<tool_call>")],
 )
 def test_the_format_is_learned_from_the_template(template: str | None, found: str) -> None:
-    assert byte_chat(template)._format == ToolFormat(found)
+    assert byte_chat(template).template.format == ToolFormat(found)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_the_mark_is_what_stands_before_calls_alone(before_call: str, before_ans
 def test_what_the_template_writes_of_a_call_is_read_as_that_call(template: str) -> None:
     chat = byte_chat(template)
     user = Message("user", "1 + 2?")
-    begun = chat._render([user], (ADD,), generate=True)
-    whole = chat._render([user, Message("assistant", "", (CALL,))], (ADD,), generate=False)
+    begun = chat.template.render([user], (ADD,), generate=True)
+    whole = chat.template.render([user, Message("assistant", "", (CALL,))], (ADD,), generate=False)
     # Qwen's newline after the header is the prompt's or the call's.
     answer = whole.removeprefix(begun.rstrip("\n"))
     assert answer != whole
@@ -87,7 +87,7 @@ def test_a_format_that_is_not_known_must_be_named() -> None:
 def test_tools_are_shown_by_the_template(template: str) -> None:
     chat = byte_chat(template)
     messages = ASKED[1:]
-    assert chat.written(chat.prompt(messages, (ADD,))) == chat._render(messages, (ADD,), generate=True)
+    assert chat.written(chat.prompt(messages, (ADD,))) == chat.template.render(messages, (ADD,), generate=True)
     assert "Adds." in chat.written(chat.prompt(messages, (ADD,)))
 
 
@@ -108,7 +108,7 @@ def test_results_come_back_in_the_templates_own_format(template: str) -> None:
     """What is carried is what the template writes of the conversation as a whole."""
     chat = byte_chat(template)
     user = Message("user", "1 + 2?")
-    whole = chat._render([user, Message("assistant", "", (CALL,)), RESULT], (ADD,), generate=True)
+    whole = chat.template.render([user, Message("assistant", "", (CALL,)), RESULT], (ADD,), generate=True)
     begun = chat.prompt([user], (ADD,))
     answer = whole[len(chat.written(begun)) :]
     end = chat.written(chat.tokens("")) or chat._tokenizer.eos_token
@@ -123,6 +123,13 @@ def test_a_template_that_moves_its_tools_goes_on_with_results_alone() -> None:
     with pytest.raises(ModelError, match="rewrites earlier messages"):
         chat.follow_up([Message("user", "again")], 0, (ADD,))
     assert len(chat.follow_up([RESULT], 0, (ADD,)))
+
+
+def test_results_that_a_template_leaves_out_are_told_by_the_user() -> None:
+    chat = byte_chat(DROPS)
+    assert chat.written(chat.prompt(ASKED, (ADD,))) == chat.template.render(ASKED, (ADD,), generate=True)
+    told = chat.written(chat.follow_up([RESULT], 0, (ADD,)))
+    assert told.endswith("<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_bytes_have_tools_too() -> None:

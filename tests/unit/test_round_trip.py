@@ -13,7 +13,7 @@ from producers.environments.api import Message
 from producers.round_trip import difference
 from tests.replies import player_of
 from tests.rollouts import TASK, Chats, Chatty
-from tests.templates import LLAMA, MISTRAL, PLAIN, QWEN, THINKS, byte_chat
+from tests.templates import CLOSES, LLAMA, MISTRAL, PLAIN, QWEN, THINKS, byte_chat
 
 NEXT = [Message("user", "And 3 + 3?")]
 
@@ -32,6 +32,16 @@ def test_the_small_model_round_trips() -> None:
     assert carried == chat.prompt([*first, Message("assistant", "three, 4."), *NEXT]).tolist()
     result = chat.written(chat.follow_up([Message("tool", "7", tool_call_id="call00000")], answer[-1]))
     assert result == "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_closes_an_answer_is_not_written_twice() -> None:
+    """The model samples it, before the token that ends its answer."""
+    chat = byte_chat(CLOSES)
+    end = int(chat.tokens("<|im_end|>")[0])
+    rest = "<|start_header_id|>user\nAnd 3 + 3?<|im_end|><|start_header_id|>assistant\n"
+    assert chat.written(chat.follow_up(NEXT, end)) == rest
+    assert chat.written(chat.follow_up(NEXT, 7)) == "<|im_start|><|im_end|>" + rest
+    assert difference(chat) == ""
 
 
 def test_thinking_that_is_left_out_later_is_told_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
