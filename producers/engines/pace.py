@@ -12,6 +12,8 @@ from producers.engines.kv_pages import PAGE
 
 LEAST = PAGE
 """Tokens of a step at least, whatever they cost: smaller chunks cost more than they spare."""
+EVEN = 16
+"""Chunks that cost decides about are multiples of so many tokens: each new shape costs a kernel generation."""
 MEMORY = 0.8
 """Share of what was measured that the next measurement leaves."""
 
@@ -35,7 +37,10 @@ class Budget:
         affordable = (self._work - self.spent) / price
         if not self.spent:
             affordable = max(affordable, LEAST)
-        count = int(max(0, min(wanted, self._tokens, affordable)))
+        count = min(wanted, self._tokens)
+        if affordable < count:
+            count = max(0, int(affordable))
+            count -= count % EVEN if count > EVEN else 0
         self._tokens -= count
         self.spent += count * price
         return count
