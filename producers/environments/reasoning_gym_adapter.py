@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from producers.environments.reasoning_gym_datasets import Level, make_dataset, s
 from producers.environments.single_turn import SingleTurn
 
 EVAL_SEED_OFFSET = 1_000_003
+RECENT = 256
+"""Entries that are kept."""
 
 
 class ReasoningGym:
@@ -131,15 +133,22 @@ class ReasoningGym:
 
 
 class Questions:
-    """Entries of one dataset on several levels, in turn; an entry of several says its level."""
+    """Entries of one dataset on several levels, in turn; an entry of several says its level.
+
+    Some take a second to make: those of the last groups are kept for their other members.
+    """
 
     def __init__(self, levels: Sequence[Any], size: int) -> None:
         self.levels, self._size = levels, size
+        self._recent = lru_cache(RECENT)(self._made)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._recent(index)
+
+    def _made(self, index: int) -> dict[str, Any]:
         place, level = divmod(index, len(self.levels))
         entry: dict[str, Any] = self.levels[level][place]
         return entry if len(self.levels) == 1 else {**entry, "level": level}
