@@ -77,7 +77,7 @@ class ModelConfig(Section):
     """"auto" is the first GPU where there is one, else the CPU."""
     context_length: int = Field(512, ge=8, le=LARGEST_SIZE)
     """Prompt and completion together, in tokens."""
-    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
     """How the model writes tool calls; "auto" is how its chat template writes them."""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import ModelError
 from headrace.objects import reason
 from producers.environments.api import Message
-from producers.tool_formats import FORMATS, PROBE, PROBE_TOOL, ToolFormat, learned, writes_calls
+from producers.tool_formats import FORMATS, PROBE, PROBE_TOOL, Format, learned, writes_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ class Template:
             return ""
 
     @cached_property
-    def format(self) -> ToolFormat:
+    def format(self) -> Format:
         """How the model writes calls. Raises ModelError when the template's format is not known."""
         if self._tool_format != "auto":
             return FORMATS[self._tool_format]

@@ -65,17 +65,42 @@ class ToolFormat:
         return calls
 
 
-FORMATS = {"hermes": ToolFormat("<tool_call>"), "llama3": ToolFormat(""), "mistral": ToolFormat("[TOOL_CALLS]")}
+@dataclass(frozen=True, slots=True)
+class TaggedFormat:
+    """Calls as `<function=NAME>` … `</function>`, in it `<parameter=NAME>` … `</parameter>`, whose values are text."""
+
+    def read(self, text: str) -> tuple[ToolCall, ...]:
+        """The calls in one completion, in order. What begins like one and is none comes with its `error`."""
+        *whole, rest = text.rpartition(AFTER_THOUGHT)[2].split("</function>")
+        calls = [_tagged(part) for part in whole[:MOST_CALLS]]
+        if len(whole) > MOST_CALLS:
+            return (*calls, _bad(f"there are more than {MOST_CALLS} calls in one turn"))
+        if "<tool_call>" in rest or "<function=" in rest:
+            calls.append(_bad("it does not end with </function>"))
+        return tuple(calls)
+
+
+Format = ToolFormat | TaggedFormat
+
+FORMATS: dict[str, Format] = {
+    "hermes": ToolFormat("<tool_call>"),
+    "llama3": ToolFormat(""),
+    "mistral": ToolFormat("[TOOL_CALLS]"),
+    "qwen3_coder": TaggedFormat(),
+}
 """By what `model.tool_format` calls them: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of Hermes and Qwen;
-`{"name": …, "parameters": {…}}` and nothing else, of Llama 3; `[TOOL_CALLS][{"name": …, "arguments": {…}}]`."""
+`{"name": …, "parameters": {…}}` and nothing else, of Llama 3; `[TOOL_CALLS][{"name": …, "arguments": {…}}]`; and tags,
+of Qwen3-Coder and later ones."""
 
 
-def learned(render: Callable[[Sequence[Message]], str], user: str) -> ToolFormat | None:
-    """The format in which a chat template writes a made-up call that answers `user`; None where it writes no JSON.
+def learned(render: Callable[[Sequence[Message]], str], user: str) -> Format | None:
+    """The format in which a chat template writes a made-up call that answers `user`; None where it is not known.
 
     `render` gives the text of a conversation with PROBE_TOOL.
     """
     call = _after(render([Message("user", user), Message("assistant", "", (PROBE,))]), user)
+    if f"<function={PROBE.name}>" in call:
+        return TaggedFormat()
     answer = _after(render([Message("user", user), Message("assistant", PROBE_ANSWER)]), user)
     place = call.rfind("{", 0, max(0, call.rfind(PROBE.name)))
     while place >= 0:
@@ -162,6 +187,18 @@ def _bare(text: str) -> list[ToolCall]:
         calls += _calls(value)
         place = _end(_BETWEEN_CALLS, text, after)
     return calls
+
+
+def _tagged(part: str) -> ToolCall:
+    """What stands before one `</function>`."""
+    name, closed, body = part.partition("<function=")[2].partition(">")
+    if not name.strip() or not closed:
+        return _bad("</function> ends no <function=NAME>")
+    arguments: dict[str, str] = {}
+    for piece in body.split("</parameter>")[:-1]:
+        parameter, _, value = piece.partition("<parameter=")[2].partition(">")
+        arguments[parameter.strip()] = value.removeprefix("\n").removesuffix("\n")
+    return ToolCall(name.strip(), arguments, text_values=True)
 
 
 def _end(pattern: re.Pattern[str], text: str, place: int) -> int:

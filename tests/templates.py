@@ -66,10 +66,21 @@ MISTRAL = """
 {{- '[TOOL_RESULTS] {"content": ' + (m.content | tojson) + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- else %}{{ raise_exception('only users and assistants') }}{% endif %}{% endfor %}"""
 
+TAGS = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\n' }}{{ value }}{{ '\n</parameter>\n' }}{% endfor %}
+{{- '</function>\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+"""Calls in tags, whose values are text."""
+
 XML = """
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
-{%- for call in m.tool_calls or [] %}{{ '<function=' + call.function.name + '></function>' }}{% endfor %}
+{%- for call in m.tool_calls or [] %}{{ '<invoke name=' + call.function.name + '/>' }}{% endfor %}
 {{- '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 """Calls in a format that is no JSON."""

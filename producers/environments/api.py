@@ -22,6 +22,8 @@ class ToolCall:
     arguments: Mapping[str, Any]
     call_id: str = ""
     """Nine letters and digits, which some chat templates insist on; the same whenever the rollout is played again."""
+    text_values: bool = False
+    """The arguments' values are text, as formats without types have it: the tool's own types say what they mean."""
     error: str = ""
     """Why this is no call that could be made, in words for the model; empty when it is one."""
 

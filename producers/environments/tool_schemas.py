@@ -42,8 +42,14 @@ class Tool:
         schema = {"name": name, "description": text, "parameters": parameters}
         return cls(name, function, {"type": "function", "function": schema}, arguments)
 
-    def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the function is called with. Raises ValueError, with words for the model, when it does not take them."""
+    def given(self, arguments: Mapping[str, Any], text_values: bool = False) -> dict[str, Any]:
+        """What the function is called with; `text_values` are read as what each parameter takes.
+
+        Raises ValueError, with words for the model, when it does not take them.
+        """
+        if text_values:
+            properties = self.schema["function"]["parameters"].get("properties", {})
+            arguments = {name: _from_text(properties.get(name, {}), text) for name, text in arguments.items()}
         try:
             taken = self.arguments.model_validate_json(json.dumps(dict(arguments)), strict=True)
         except pydantic.ValidationError as error:
@@ -53,6 +59,16 @@ class Tool:
         return {
             str(field.alias): getattr(taken, name) for name, field in fields.items() if name in taken.model_fields_set
         }
+
+
+def _from_text(schema: Mapping[str, Any], text: str) -> Any:
+    """A parameter that takes text gets it as it is; any other gets the JSON that it is, if it is some."""
+    if any(option.get("type") == "string" for option in (schema, *schema.get("anyOf", ()))):
+        return text
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
 
 
 def described(docstring: str) -> tuple[str, dict[str, str]]:

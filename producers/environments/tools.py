@@ -71,7 +71,7 @@ class Toolbox:
         if tool is None:
             return _failed(call, f"there is no tool {call.name!r}, only {', '.join(self._tools)}")
         try:
-            given = tool.given(call.arguments)
+            given = tool.given(call.arguments, call.text_values)
         except ValueError as error:
             return _failed(call, f"{call.name} does not take these arguments ({error})")
         left_s = end - asyncio.get_running_loop().time()

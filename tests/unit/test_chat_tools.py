@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from headrace.errors import ModelError
 from producers.chat import ByteChat, TemplateChat
 from producers.environments.api import Message, ToolCall
-from producers.tool_formats import FORMATS, MOST_CALLS, ToolFormat, explained, learned, retold
-from tests.templates import DROPS, LLAMA, MISTRAL, PLAIN, QWEN, USERS_ONLY, XML, byte_chat
+from producers.tool_formats import FORMATS, MOST_CALLS, TaggedFormat, ToolFormat, explained, learned, retold
+from tests.templates import DROPS, LLAMA, MISTRAL, PLAIN, QWEN, TAGS, USERS_ONLY, XML, byte_chat
 
+JSON_FORMATS = {name: form for name, form in FORMATS.items() if isinstance(form, ToolFormat)}
 ADD = {
     "type": "function",
     "function": {
@@ -192,18 +193,18 @@ def test_what_is_no_call_says_why(form: str, text: str, error: str) -> None:
     assert len(call.error) < 600
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", JSON_FORMATS)
 def test_calls_of_one_turn_are_bounded(form: str) -> None:
-    one = f'{FORMATS[form].begin}{{"name": "f"}};'
-    found = FORMATS[form].read(one * 1000)
+    one = f'{JSON_FORMATS[form].begin}{{"name": "f"}};'
+    found = JSON_FORMATS[form].read(one * 1000)
     assert len(found) == MOST_CALLS + 1
     assert [bool(call.error) for call in found] == [False] * MOST_CALLS + [True]
 
 
-@given(st.sampled_from(sorted(FORMATS)), st.text(alphabet='<>[]{}",: \\ntol_calTOLCAS1e', max_size=80))
+@given(st.sampled_from(sorted(JSON_FORMATS)), st.text(alphabet='<>[]{}",: \\ntol_calTOLCAS1e', max_size=80))
 def test_any_text_can_be_read(form: str, text: str) -> None:
-    for whole in (text, FORMATS[form].begin + text, f'{{"name": "f", {text}'):
-        for call in FORMATS[form].read(whole):
+    for whole in (text, JSON_FORMATS[form].begin + text, f'{{"name": "f", {text}'):
+        for call in JSON_FORMATS[form].read(whole):
             assert call.name or call.error
 
 
@@ -221,10 +222,43 @@ json_values = st.recursive(
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(sorted(FORMATS)), st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3))
+@given(st.sampled_from(sorted(JSON_FORMATS)), st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3))
 def test_a_call_that_is_written_is_read(form: str, name: str, arguments: dict[str, object]) -> None:
     text = json.dumps({"name": name, "arguments": arguments})
-    assert FORMATS[form].read(f"{FORMATS[form].begin}{text}") == (ToolCall(name, arguments),)
+    assert JSON_FORMATS[form].read(f"{JSON_FORMATS[form].begin}{text}") == (ToolCall(name, arguments),)
+
+
+TAGGED = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_calls_in_tags_are_learned_and_read() -> None:
+    chat = byte_chat(TAGS)
+    assert chat.template.format == TaggedFormat()
+    text = chat.template.render([Message("assistant", "", (CALL,))], (ADD,), generate=False)
+    assert TAGGED in text
+    assert said(chat, TAGGED + TAGGED) == (ToolCall("add", {"a": "1"}, text_values=True),) * 2
+    assert said(chat, "no call") == ()
+    assert said(chat, "<think></function></think>3") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<tool_call>\n<function=add>\n<parameter=a>", "it does not end with </function>"),
+        ("<tool_call>", "it does not end with </function>"),
+        ("</function>", "</function> ends no <function=NAME>"),
+        ("<function=>x</function>", "</function> ends no <function=NAME>"),
+    ],
+)
+def test_what_is_no_call_in_tags_says_why(text: str, error: str) -> None:
+    assert [call.error for call in TaggedFormat().read(text)] == [error]
+    assert len(TaggedFormat().read(TAGGED * 1000)) == MOST_CALLS + 1
+
+
+@given(st.text(alphabet="<>/=function parameter_l\n", max_size=80))
+def test_any_tags_can_be_read(text: str) -> None:
+    for call in TaggedFormat().read(text + TAGGED):
+        assert call.name or call.error
 
 
 def test_conversations_are_told_without_roles_for_tools() -> None:

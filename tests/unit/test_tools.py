@@ -139,6 +139,20 @@ async def test_a_call_gives_the_function_what_it_takes() -> None:
     ]
 
 
+async def test_values_that_are_text_are_what_the_parameter_takes() -> None:
+    given = {"place": '{"city": "Rome"}', "days": "2", "unit": "celsius", "limits": "null", "json": "True"}
+    (result,) = await Toolbox([weather]).answer([ToolCall("weather", given, text_values=True)])
+    assert result.text == "Rome 2 celsius None None True"
+
+    def book(title: str, pages: int) -> str:
+        return f"{title!r} {pages}"
+
+    calls = [ToolCall("book", {"title": "1984", "pages": pages}, text_values=True) for pages in ("328", "many")]
+    texts = await results([book], *calls)
+    assert texts[0] == "'1984' 328"
+    assert texts[1].startswith("Error: book does not take these arguments (pages: ")
+
+
 async def adds(a: int, b: int) -> int:
     return a + b
 
