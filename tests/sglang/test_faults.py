@@ -155,16 +155,18 @@ async def test_a_server_in_use_by_another_engine_is_refused(sglang_server: Serve
     engine = await make(sglang_server.url)
     stopping = False
 
-    async def busy() -> None:
+    async def busy(tokens: int) -> None:
         while not stopping:
-            await engine.generate(ask("busy/0/0", max_new_tokens=150))
+            await engine.generate(ask("busy/0/0", max_new_tokens=tokens))
 
-    busy_calls = [asyncio.create_task(busy()) for _ in range(8)]
+    busy_calls = [asyncio.create_task(busy(100 + 5 * number)) for number in range(8)]
     await decodes(engine)
-    with pytest.raises(EngineError, match="is in use"):
-        await make(sglang_server.url)
-    stopping = True
-    await asyncio.gather(*busy_calls)
+    try:
+        with pytest.raises(EngineError, match="is in use"):
+            await make(sglang_server.url)
+    finally:
+        stopping = True
+        await asyncio.gather(*busy_calls)
 
 
 async def test_an_incomplete_version_is_never_sampled_from(

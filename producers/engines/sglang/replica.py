@@ -17,8 +17,10 @@ from producers.engines.sglang.refill import Load, ceiling, next_limit
 from producers.engines.sglang.spans import Labels
 from producers.engines.sglang.updates import Updater, capabilities
 
-LOOKS_IF_USED, LOOK_IF_USED_S = 20, 0.25
+LOOKS_IF_USED, LOOK_IF_USED_S = 50, 0.1
 """Requests that somebody has just given up are there for a moment still."""
+IDLE_LOOKS = 4
+"""In a row without any; one that is used may have none between two."""
 
 
 class SglangReplica(Replica):
@@ -132,9 +134,11 @@ class SglangReplica(Replica):
         if not self._labels.strange(label):
             return
         with contextlib.suppress(ServerRefused):
+            idle = 0
             for _ in range(LOOKS_IF_USED):
                 load = (await self.client.loads(timeout_s=self._options.hang_s)).total()
-                if load.running + load.queued == 0:
+                idle = 0 if load.running + load.queued else idle + 1
+                if idle == IDLE_LOOKS:
                     return
                 await asyncio.sleep(LOOK_IF_USED_S)
             raise Taken(
