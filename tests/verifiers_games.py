@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -109,6 +110,9 @@ class Asking(Guessing):
         client, messages = state["client"].client, [{"role": "user", "content": "?"}]
         if self.how == "several":
             await client.chat.completions.create(model="m", messages=messages, n=2)
+        elif self.how == "parallel":
+            ask = client.chat.completions.create
+            await asyncio.gather(*(ask(model="m", messages=messages) for _ in range(2)))
         elif self.how == "text":
             await client.completions.create(model="m", prompt="?")
         elif self.how == "json":

@@ -71,7 +71,7 @@ class Bridge:
     async def step(self, turn: Turn) -> Observation | Done:
         """Answer its request and wait for the next one, or for its end."""
         assert self._open is not None
-        answer = completion(turn)
+        answer = completion(turn, self._tools)
         self._told.append(retold(answer["choices"][0]["message"]))
         self._reply(httpx.Response(200, json=answer))
         return await self._next()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from producers.environments.api import Message, Observation, ToolCall, Turn
@@ -16,9 +17,9 @@ class NotText(Exception):
     """Its text says what is wrong with a conversation."""
 
 
-def completion(turn: Turn) -> dict[str, Any]:
-    """The server's answer that says a turn. Calls that cannot be read stay what they are: text."""
-    calls = [_call(call) for call in turn.tool_calls if not call.error]
+def completion(turn: Turn, tools: Sequence[Any] = ()) -> dict[str, Any]:
+    """The server's answer that says a turn. Calls that cannot be read stay what they are: text. `tools` are schemas."""
+    calls = [_call(call, tools) for call in turn.tool_calls if not call.error]
     message: dict[str, Any] = {"role": "assistant", "content": turn.text or EMPTY}
     finish = "length" if turn.finish_reason == "length" else "stop"
     if calls:
@@ -82,9 +83,22 @@ def _text(content: Any) -> str:
     return "".join(str(text) for text in texts)
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+def _call(call: ToolCall, tools: Sequence[Any]) -> dict[str, Any]:
+    arguments = _typed(call, tools) if call.text_values else dict(call.arguments)
+    function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _typed(call: ToolCall, tools: Sequence[Any]) -> dict[str, Any]:
+    """Arguments that were written without types, read as JSON where the tool does not take text."""
+    functions = (tool.get("function", {}) for tool in tools if isinstance(tool, Mapping))
+    schema: Any = next((each.get("parameters", {}) for each in functions if each.get("name") == call.name), {})
+    typed = dict(call.arguments)
+    for name, of_it in schema.get("properties", {}).items():
+        if isinstance(typed.get(name), str) and of_it.get("type") != "string":
+            with suppress(ValueError):
+                typed[name] = json.loads(typed[name])
+    return typed
 
 
 def _retold_call(call: Any) -> dict[str, Any]:
