@@ -23,6 +23,8 @@ from tests.sglang_servers import scored, stage
 from tests.support import wait_until
 from tests.vllm_servers import CONTEXT, VllmServer, small_llama
 
+pytestmark = pytest.mark.timeout(600)
+"""A server takes a minute to start, and several where others use the cores."""
 FIRST = PolicyVersion(1, 0)
 PROMPT = tuple(range(10, 40))
 BOUND = 1e-3
@@ -45,9 +47,9 @@ async def make(vllm_server: VllmServer, vllm_model: Path) -> AsyncIterator[Make]
     """Engines on the weights of seed 1, as version 1.0."""
     made: list[OpenAIEngine] = []
 
-    async def build(url: str = vllm_server.url, **changes: object) -> OpenAIEngine:
+    async def build(url: str = vllm_server.url, slots: int = 8, **changes: object) -> OpenAIEngine:
         options = Options.model_validate({"urls": [url], "poll_s": 0.1, **changes})
-        engine = OpenAIEngine(vllm_model, options, slots=8, context_length=4096, seed=3, decode=letters)
+        engine = OpenAIEngine(vllm_model, options, slots=slots, context_length=4096, seed=3, decode=letters)
         made.append(engine)
         await engine.start()
         stage(engine, small_llama(1))
@@ -163,6 +165,17 @@ async def test_updates_while_requests_run_lose_none_and_each_span_is_of_its_vers
             assert span.kv == "fresh"
             right = scored(models[span.version], (*PROMPT, *tokens[: span.start]), tokens[span.start : span.end])
             assert np.abs(done.logprobs_N[span.start : span.end] - right).max() < BOUND
+
+
+async def test_requests_that_wait_in_the_servers_queue_outlast_many_updates(make: Make) -> None:
+    """The server computes 16 at once."""
+    engine = await make(slots=48)
+    calls = [asyncio.create_task(engine.generate(ask(f"t/{at}/0", max_new_tokens=200))) for at in range(48)]
+    for step in range(1, 9):
+        await wait_until(lambda: engine.stats().busy_slots == 48 - sum(call.done() for call in calls), "all are there")
+        await engine.commit(PolicyVersion(1, step))
+    for done in await asyncio.gather(*calls):
+        assert (len(done.token_ids_N), done.finish_reason) == (200, "length")
 
 
 async def test_a_server_that_restarted_with_its_old_weights_is_found_out(

@@ -24,6 +24,8 @@ from tests.vllm.test_engine import BOUND, PROMPT, apart, ask
 from tests.vllm_servers import START_S, VllmServer, save_small_llama, small_llama
 from weightsync.manifest import Layout
 
+pytestmark = pytest.mark.timeout(600)
+"""A server takes a minute to start, and several where others use the cores."""
 FIRST = PolicyVersion(1, 0)
 
 
