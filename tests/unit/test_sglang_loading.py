@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, WeightError
 from producers.engines.sglang.collective import address_towards
-from producers.engines.sglang.loading import Capabilities, KvMode, candidates, described, on_this_host, refuse_mode
+from producers.engines.sglang.loading import (
+    SLOWEST_BY,
+    Capabilities,
+    KvMode,
+    candidates,
+    deadline_s,
+    described,
+    on_this_host,
+    refuse_mode,
+)
 from producers.engines.sglang.tensor import buckets, with_last
 from weightsync.manifest import Layout
 
@@ -72,6 +81,15 @@ def test_only_keeping_needs_a_server_without_overlap(kv: KvMode) -> None:
         refuse_mode(kv, server())
     with pytest.raises(ConfigError, match="cannot pause"):
         refuse_mode(kv, server(ROUTES - {"/pause_generation"}, disable_overlap_schedule=True))
+
+
+def test_a_deadline_grows_with_the_version_and_is_longer_where_it_comes_slower() -> None:
+    layout = Layout.of([("w", "float32", (50 << 18,))])
+    assert [deadline_s(layout, 60.0, SLOWEST_BY[means]) for means in ("folder", "collective", "tensor")] == [
+        61.0,
+        62.5,
+        85.0,
+    ]
 
 
 def test_which_host_this_is() -> None:

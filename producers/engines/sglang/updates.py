@@ -22,6 +22,8 @@ from producers.engines.sglang.checksums import Checker, ChecksumChecker, RowChec
 from producers.engines.sglang.client import ServerRefused, SglangClient
 from producers.engines.sglang.loading import (
     PAUSES,
+    SLOWEST,
+    SLOWEST_BY,
     Capabilities,
     KvMode,
     Means,
@@ -36,13 +38,12 @@ from producers.engines.sglang.loading import (
 from producers.engines.sglang.staged import Staged
 from weightsync.manifest import Layout
 
-__all__ = ["Capabilities", "KvMode", "MeansName", "UpdateFailed", "Updater", "Verify", "capabilities"]
+__all__ = ["SLOWEST", "Capabilities", "KvMode", "MeansName", "UpdateFailed", "Updater", "Verify", "capabilities"]
 
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 60.0
-SLOWEST = 50 << 20
-"""Bytes per second that an update may be slow; the deadline grows by it."""
+"""For a version of no bytes; `SLOWEST_BY` says how it grows."""
 RESUME_S = 10.0
 """For a server that was not touched to go on."""
 IDLE_S = 10.0
@@ -63,10 +64,9 @@ class Updater:
         verify: Verify = "all",
         *,
         base_s: float = DEADLINE_S,
-        slowest: int = SLOWEST,
         bucket_bytes: int | None = None,
     ) -> None:
-        """`base_s` and `slowest` make the deadline; `bucket_bytes` bounds what "tensor" and "collective" send at once.
+        """`base_s` is of the deadline; `bucket_bytes` bounds what "tensor" and "collective" send at once.
 
         Raises ConfigError for what the server cannot do.
         """
@@ -75,7 +75,7 @@ class Updater:
         self._found = found
         self._kv: KvMode = kv
         self._verify: Verify = verify
-        self._base_s, self._slowest = base_s, slowest
+        self._base_s = base_s
         self._bucket_bytes = bucket_bytes
         self._left = candidates(means, found)
         self._means: Means | None = None
@@ -126,7 +126,7 @@ class Updater:
         log.warning('weights come to %s by "%s", not "%s": %s', self._client.url, self._left[0], failed, error)
 
     async def _once(self, staged: Staged, label: str, way: Way, *, whole: bool) -> float:
-        seconds = deadline_s(staged.layout, self._base_s, self._slowest)
+        seconds = deadline_s(staged.layout, self._base_s, SLOWEST_BY[self.means])
         async with _failing(way, f"version {label} did not come into {self._client.url}", seconds):
             checker = await self._learn(staged.layout)
             means = self._means = self._means or _means(self._left[0], self._found, self._bucket_bytes)
