@@ -180,7 +180,7 @@ async def test_a_rewritten_conversation_fails_its_rollout() -> None:
     ("how", "sentence"),
     [
         ("several", "n = 2 and stream = False; only one whole completion"),
-        ("parallel", "several completions at the same time, in one rollout"),
+        ("parallel", "several completions at the same time, in one rollout|it can only be continued"),
         ("text", "/v1/completions instead of /chat/completions"),
         ("json", "parameters response_format"),
         ("stream", "stream = True"),
@@ -191,7 +191,7 @@ async def test_what_cannot_be_trained_on_fails_its_rollout(how: str, sentence: s
     episode = verifiers("asking", how=how).episode("train", 0, 0)
     with pytest.raises(RolloutFailed, match=sentence):
         await episode.reset()
-        await episode.step(Turn("5", "stop"))  # the second of two requests may come after the first was taken
+        await episode.step(Turn("5", "stop"))  # of two requests, the second may come after the first was answered
     await episode.close()
 
 
