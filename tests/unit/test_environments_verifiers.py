@@ -45,6 +45,12 @@ async def ended(episode: Any, *turns: Turn) -> Rollout:
     return back
 
 
+async def one_turn(episode: Any) -> None:
+    """Of two requests at the same time, the second may come after the first was answered."""
+    await episode.reset()
+    await episode.step(Turn("5", "stop"))
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[ScriptedEngine]:
     engine = ScriptedEngine(slots=3, context_length=4000, length_mean=20.0)
@@ -190,8 +196,7 @@ async def test_a_rewritten_conversation_fails_its_rollout() -> None:
 async def test_what_cannot_be_trained_on_fails_its_rollout(how: str, sentence: str) -> None:
     episode = verifiers("asking", how=how).episode("train", 0, 0)
     with pytest.raises(RolloutFailed, match=sentence):
-        await episode.reset()
-        await episode.step(Turn("5", "stop"))  # of two requests, the second may come after the first was answered
+        await one_turn(episode)
     await episode.close()
 
 
