@@ -47,6 +47,7 @@ class HttpClient:
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,7 +62,8 @@ class HttpClient:
         return self._url
 
     async def close(self) -> None:
-        """Requests that are open end with ServerGone. Idempotent."""
+        """Requests that are open, or come later, end with ServerGone. Idempotent."""
+        self._closed = True
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
@@ -83,6 +85,8 @@ class HttpClient:
 
     async def _call(self, method: str, path: str, body: object, timeout_s: float) -> bytes:
         """The body of a 2xx answer."""
+        if self._closed:
+            raise ServerGone(f"{self._url}{path} is not asked any more: the connection was closed")
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if data is None else {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -90,7 +90,7 @@ async def test_updates_in_flight_lose_nothing_and_every_token_names_its_weights(
         assert kinds == ["fresh"] * len(kinds) if kv != "keep" else kinds[1:] == ["kept"] * (len(kinds) - 1)
     # A first span is "kept" where the request waited at the server while a version came: no reference knows how.
     known = [done for done in finished if done.spans[0].kv == "fresh"]
-    assert len(known) > len(finished) / 2
+    assert len(known) >= 8
     for done in known[:12] + [done for done in crossed if done in known][:12]:
         reference = replayed if kv == "keep" else each_by_its_own
         right = reference(models, prompts[done.request_id], done)

@@ -24,17 +24,16 @@ def launched(tmp_path: Path) -> Iterator[Launches]:
     wait_here(lambda: made.processes() == [], "all processes are gone")
 
 
-@pytest.mark.timeout(900)
-def test_twenty_steps_with_updates_in_flight(launched: Launches, sglang_model: Path, tmp_path: Path) -> None:
-    spec = tiny_spec(sglang_model)
+def written(config: Path, model: Path) -> Path:
+    """The run's configuration."""
+    spec = tiny_spec(model)
     env = "\n".join(f"{name} = {value!r}" for name, value in spec.env.items())
-    config = tmp_path / "run.toml"
     config.write_text(
         f"""
 [run]
 steps = {STEPS}
 [model]
-path = "{sglang_model}"
+path = "{model}"
 dtype = "float32"
 wire_dtype = "float32"
 device = "cpu"
@@ -56,10 +55,17 @@ server_args = {json.dumps(list(spec.args))}
 groups_per_step = 2
 group_size = 4
 learning_rate = 1e-4
+autocast = "off"
 [staleness]
 max_lag = 4
 """
     )
+    return config
+
+
+@pytest.mark.timeout(900)
+def test_twenty_steps_with_updates_in_flight(launched: Launches, sglang_model: Path, tmp_path: Path) -> None:
+    config = written(tmp_path / "run.toml", sglang_model)
     process = launched.up("--config", str(config))
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (err, process.returncode) == ("", 0), out

@@ -103,6 +103,14 @@ async def test_a_server_that_is_not_there_or_drops_is_gone(serve: Serve) -> None
             await nobody.model_info()
 
 
+async def test_a_closed_client_asks_nothing_more(serve: Serve) -> None:
+    client = await serve(answering({}))
+    await client.model_info()
+    await client.close()
+    with pytest.raises(ServerGone, match="closed"):
+        await client.continue_generation()
+
+
 async def test_running_requests_are_never_aborted_by_an_update(serve: Serve) -> None:
     """SGLang's own default is to abort them where only the label changes."""
     seen: list[tuple[str, str, Any]] = []
