@@ -138,6 +138,16 @@ async def running(client: SglangClient, count: int) -> None:
     raise AssertionError(f"{count} requests never ran at once")
 
 
+async def goes_on(client: SglangClient, tokens: int = 8) -> None:
+    """Until so many more tokens are in the cache of a server that decodes."""
+    before = (await client.loads()).total().used_tokens
+    for _ in range(600):
+        if (await client.loads()).total().used_tokens >= before + tokens:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not decode")
+
+
 def fresh(folder: Path, model: Path, dtype: str = "float32") -> Staged:
     return Staged(tiny_layout(dtype), model, "tests", folder)
 

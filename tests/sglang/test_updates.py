@@ -23,6 +23,7 @@ from tests.sglang_weights import (
     decoding,
     expected_logprobs,
     fresh,
+    goes_on,
     logprobs_of,
     model_of,
     renamed,
@@ -239,6 +240,7 @@ async def test_kept_keys_and_values_are_of_the_weights_that_made_them(
     async with decoding(sglang_client, 2, 300) as requests:
         for seed in (2, 3):
             await updater.update(staged, str(stage(staged, seed)))
+            await goes_on(sglang_client)
         answers = await asyncio.gather(*requests)
     for number, answer in enumerate(answers):
         spans = answer.meta_info.weight_versions
