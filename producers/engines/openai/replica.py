@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -11,14 +10,14 @@ from collections.abc import Callable
 
 from headrace.errors import EngineError
 from producers.engines.http import ServerBroken, ServerGone, ServerRefused
-from producers.engines.openai.answers import generated
+from producers.engines.openai.answers import Completed, generated
 from producers.engines.openai.asking import PLAIN, completion_body
 from producers.engines.openai.client import CompletionsClient
 from producers.engines.openai.options import Options
 from producers.engines.openai.probing import PROMPTS, Found, probe
 from producers.engines.openai.updates import Updater, refuse_without_routes
 from producers.engines.replica import Offer, Replica, Taken
-from producers.engines.sglang.answers import Generated
+from producers.engines.sglang.answers import Finish, Generated, Meta
 from producers.engines.sglang.job import Job
 from producers.engines.sglang.spans import Labels
 
@@ -26,8 +25,12 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
 """For a server to answer for the first time."""
-ANSWER_S = 5.0
-"""For a paused server to answer what it was computing. What is open then came later and waits: it is taken back."""
+RECEIVED_S = 0.1
+"""After a request, before its server is paused: one that comes to a paused server waits there, and is taken back."""
+QUIET_S = 0.5
+"""A paused server answers at once what it was computing. When nothing came for so long, the rest waits there."""
+_NOT_BEGUN = Generated([], Meta(Finish("abort")))
+"""The answer to a request that was taken back."""
 
 
 class CompletionsReplica(Replica):
@@ -43,10 +46,10 @@ class CompletionsReplica(Replica):
         self._options = options
         self._updates = options.updates != "none"
         self._updater = Updater(self.client, options.verify)
-        self._asking = 0
+        self._calls: set[asyncio.Task[Completed]] = set()
         """Requests whose answers are waited for."""
+        self._asked_at = 0.0
         self._answers = 0
-        self._all_answered = asyncio.Event()
 
     def answered(self, retractions: int) -> None:
         super().answered(retractions)
@@ -55,14 +58,15 @@ class CompletionsReplica(Replica):
     async def ask(self, job: Job, rid: str, label: str) -> Generated:
         assert self.found is not None
         body = completion_body(job, self.found.model, rid, label if self._updates else "")
-        self._asking += 1
-        self._all_answered.clear()
+        call = asyncio.create_task(self.client.complete(body))
+        self._calls.add(call)
+        self._asked_at = time.monotonic()
         try:
-            return generated(await self.client.complete(body))
+            await asyncio.wait([call])
+            return _NOT_BEGUN if call.cancelled() else generated(call.result())
         finally:
-            self._asking -= 1
-            if self._asking == 0:
-                self._all_answered.set()
+            self._calls.discard(call)
+            call.cancel()
 
     async def abort(self, rid: str) -> None:
         if not self._updates:
@@ -87,6 +91,7 @@ class CompletionsReplica(Replica):
             if offer.staged is None:
                 await self.client.update_weight_version(label)
             else:
+                await asyncio.sleep(self._asked_at + RECEIVED_S - time.monotonic())
                 seconds = await self._updater.update(offer.staged, label, self._answered, whole=reload)
             if (found := await self._label()) != label:
                 raise ServerBroken(f"it says that it is on {found!r} after an update to {label!r}")
@@ -115,13 +120,12 @@ class CompletionsReplica(Replica):
         await self.client.close()
 
     async def _answered(self) -> None:
-        """Until nothing is open there: it comes back at once, or goes elsewhere."""
-        if not self._asking:
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_answered.wait(), ANSWER_S)
-        if self._asking:
-            self._end_life("its weights change, and it had not begun with some requests")
+        """Until nothing is open at the paused server: it has come back, or is taken back."""
+        while open_there := [call for call in self._calls if not call.done()]:
+            done, _ = await asyncio.wait(open_there, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                for call in open_there:
+                    call.cancel()
 
     async def _label(self) -> str:
         return await self.client.weight_version(timeout_s=self._options.hang_s)

@@ -213,7 +213,8 @@ class Dispatcher:
         changes = max(0, len(got.meta_info.weight_versions or ()) - 1) if self._kv == "recompute" else 0
         replica.answered(max(0, got.meta_info.num_retractions - changes))
         reason = job.ended(got, self._decode, before)
-        if reason is None and count == 0 and replica.version == asked:
+        if reason is None and count == 0 and replica.version == asked and replica.takes:
+            # Else new weights ended it in its server's queue, which may come as often as there are new ones.
             return self._nothing(job)
         return reason
 
