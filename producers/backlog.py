@@ -55,14 +55,23 @@ def flows(loads: Loads, capacity: Capacity) -> bool:
 
 def must_hold_back(environment: str, loads: Loads, capacity: Capacity) -> bool:
     """Whether a task that is about to begin is held back first."""
-    load = loads[environment]
+    load = loads.get(environment, Load())
     return capacity.environments > 1 and (load.held_back > 0 or load.unscored >= capacity.most_unscored)
 
 
-def may_begin(environment: str, loads: Loads, capacity: Capacity) -> bool:
-    """Whether the next task that is held back begins."""
-    load = loads[environment]
-    return load.playing + load.unscored < capacity.most_unscored
+def to_begin(held: Collection[Held], capacity: Capacity) -> list[Held]:
+    """Of the tasks that are held back, those that begin now, in the order in which they came."""
+    if not any(task.held_back for task in held):
+        return []
+    loads, begun = loads_of(held), list[Held]()
+    for task in held:
+        if not task.held_back or task.lost:
+            continue
+        load = loads[task.delivery.task.environment]
+        if load.playing + load.unscored < capacity.most_unscored:
+            load.playing += 1
+            begun.append(task)
+    return begun
 
 
 def room(held: Collection[Held], version: PolicyVersion | None, capacity: Capacity) -> int:

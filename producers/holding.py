@@ -26,6 +26,8 @@ class Held:
     waits_for_version: bool
     held_back: bool = False
     """Its environment's scores are behind (`producers/backlog.py`)."""
+    let_in: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a task that was held back begins."""
     publishing: bool = False
     lost: bool = False
     """The broker does not know it as this producer's: taken over by another, or about to be handed out again."""

@@ -1,7 +1,7 @@
 """The jobs of a producer: each plays one task that it holds, from when it is taken until its group is published.
 
 A job waits for a version as new as its task asks for (`committed`), until its environment's scores are not behind any
-more (`eased`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the task's
+more (`let_in`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the task's
 deadline, by `lose`, by `stop_stragglers`, or after `drain`.
 """
 
@@ -17,7 +17,7 @@ from broker.messages import Group, TaskDelivery
 from headrace.config import Config
 from headrace.errors import BrokerUnavailable, Refused
 from headrace.version import PolicyVersion
-from producers.backlog import Load, Loads, flows, loads_of, may_begin, must_hold_back, room
+from producers.backlog import Load, Loads, flows, loads_of, must_hold_back, room, to_begin
 from producers.capacity import Capacity
 from producers.gauges import Gauges
 from producers.group import Stage, failed_group, play_group
@@ -47,8 +47,6 @@ class Jobs:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new one, at each commit."""
-    eased: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced by a new one, whenever a task that is held back may begin."""
     head: PolicyVersion | None = None
     """The newest version there is, in the engine or not."""
     outage: str = ""
@@ -90,8 +88,9 @@ class Jobs:
         """Something moved on. Whoever takes tasks looks at it, unless the broker keeps it waiting."""
         if self.outage and not self.leaving.is_set():
             self.gauges.host.enter(self.phase())
-        before, self.eased = self.eased, asyncio.Event()
-        before.set()
+        for held in to_begin(self.held.values(), self.capacity):
+            held.held_back = False
+            held.let_in.set()
         self.changed.set()
 
     def on_commit(self, commit: Commit) -> None:
@@ -216,15 +215,14 @@ class Jobs:
             return ""
         held.held_back = True
         try:
-            while True:
+            while not held.let_in.is_set():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
-                        while not may_begin(environment, self._loads, self.capacity):
-                            await self.eased.wait()
-                        return ""
+                        await held.let_in.wait()
                 # Where no other environment's go on, it is in nobody's way.
-                if flows(self._loads, self.capacity):
+                if not held.let_in.is_set() and flows(self._loads, self.capacity):
                     return f"environment {environment!r} is {self.capacity.most_unscored} groups behind with its scores"
+            return ""
         finally:
             held.held_back = False
             self.moved()

@@ -7,7 +7,7 @@ Wait graph, one line per loop: what it consumes, what it waits for, who wakes it
                                                 decoded or a group that was published (a job, by `changed`); then a
                                                 task (the trainer's admission, else its own block time)
     job        one task, one per held task      a version as new as the task asks for (weights, by `committed`); the
-                                                scores of its environment where they are behind (a job, by `eased`, at
+                                                scores of its environment where they are behind (a job, by `let_in`, at
                                                 most `producer.reward_deadline_s` where others go on); its completions
                                                 (the engine); its scores (the reward processes, at most their
                                                 deadline); the broker's answer to its publish

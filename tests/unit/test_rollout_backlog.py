@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from broker.messages import TaskDelivery
 from headrace.version import PolicyVersion
-from producers.backlog import flows, loads_of, may_begin, must_hold_back, room
+from producers.backlog import flows, loads_of, must_hold_back, room, to_begin
 from producers.capacity import Capacity
 from producers.holding import Held
 from producers.in_play import InPlay
@@ -48,10 +48,12 @@ def test_an_environment_that_is_behind_is_held_back() -> None:
 def test_tasks_begin_in_their_order() -> None:
     """Who comes while others are held back goes behind them, also where there would be room again."""
     assert holds_back("a", held("a", 4, held_back=True))
-    assert may_begin("a", loads_of([held("a", 4, held_back=True), *UNSCORED[1:]]), CAPACITY)
-    assert not may_begin("a", loads_of([held("a", 4, held_back=True), *UNSCORED]), CAPACITY)
+    first, second, other = (held(name, 4, held_back=True) for name in "aab")
+    assert to_begin([*UNSCORED[1:], first, second, other], CAPACITY) == [first, other]
+    assert to_begin([*UNSCORED[2:], first, second], CAPACITY) == [first, second]
+    assert to_begin([*UNSCORED, first, second], CAPACITY) == []
     # One that begins takes the place at once.
-    assert not may_begin("a", loads_of([held("a", 4, held_back=True), held("a", 4), *UNSCORED[1:]]), CAPACITY)
+    assert to_begin([held("a", 4), *UNSCORED[1:], first], CAPACITY) == []
 
 
 def test_others_flow_while_one_is_behind() -> None:
@@ -66,6 +68,9 @@ def test_what_was_lost_counts_nowhere() -> None:
     lost = held("a", 0, 4)
     lost.lost = True
     assert loads_of([lost]) == {}
+    assert not must_hold_back("a", loads_of([lost]), CAPACITY)
+    lost.held_back = True
+    assert to_begin([lost], CAPACITY) == []
     assert room([lost] * 30, VERSION, CAPACITY) == 3
 
 

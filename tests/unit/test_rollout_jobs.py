@@ -108,3 +108,30 @@ async def test_what_is_being_published_is_not_lost(jobs: Jobs) -> None:
     jobs.lose(["1-0"])
     assert not await ended(held)
     assert jobs.held == {"1-0": held}
+
+
+async def test_a_task_that_is_held_back_begins_once_scores_come_and_not_while_it_is_lost(jobs: Jobs) -> None:
+    jobs.config = Config.model_validate({"environments": [{"name": "arithmetic"}, {"name": "guess_number"}]})
+    behind = [begin(jobs, TaskDelivery(f"{n}-0", 1, make_task(f"t{n}", group_size=4))) for n in (2, 3)]
+    for held in behind:
+        for seat in held.in_play.seats:
+            held.in_play.move(seat, "score")
+    late = begin(jobs, FIRST)
+    letting = asyncio.create_task(jobs._let_in(late))
+    await asyncio.sleep(0)
+    assert late.held_back
+    # All that the producer holds is lost at once when the broker has lost its tail.
+    jobs.lose(["1-0", "2-0", "3-0"])
+    await asyncio.sleep(0)
+    assert not letting.done()
+    jobs.lose([])
+    behind[0].in_play.clear()
+    assert await letting == ""
+    assert not late.held_back
+
+
+async def test_a_task_may_begin_although_all_of_its_environment_are_lost(jobs: Jobs) -> None:
+    """It waited for a version when they were."""
+    held = begin(jobs, FIRST)
+    jobs.lose(["1-0"])
+    assert await jobs._let_in(held) == ""
