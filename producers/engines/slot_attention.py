@@ -24,7 +24,7 @@ SUM, MAXIMUM = 0, 2
 """Modes of `torch.embedding_bag`."""
 ROUND_PAGES = 8
 """N is rounded up to a multiple: each new shape costs a kernel generation."""
-MOST_READ = 2
+MOST_READ = 4
 """Pages that decoding rows read at most, over those that they use."""
 
 
