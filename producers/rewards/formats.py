@@ -41,7 +41,7 @@ def values_of(config: RewardConfig, answer: bytes, count: int) -> list[Any]:
     """One value for each of `count` rollouts, a number or not. Raises BadAnswer."""
     try:
         values = FORMATS[config.format].values(json.loads(answer))
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         values = None
     if not isinstance(values, list):
         quoted = shortened(repr(answer[:400].decode(errors="replace")))

@@ -66,9 +66,7 @@ class Service:
         waiting = _Waiting(item, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if len(self._senders) < self._config.requests:
-            sender = asyncio.create_task(self._send())
-            self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
+            self._senders.add(asyncio.create_task(self._send()))
         # Cancelled with its rollout, it is left out of the next batch.
         return await waiting.score
 
@@ -84,12 +82,16 @@ class Service:
             await self._session.close()
 
     async def _send(self) -> None:
-        while batch := self._batch():
-            scores = [ENDED] * len(batch)
-            try:
-                scores = await self._asked([waiting.item for waiting in batch])
-            finally:
-                _settle(batch, scores)
+        try:
+            while batch := self._batch():
+                scores = [ENDED] * len(batch)
+                try:
+                    scores = await self._asked([waiting.item for waiting in batch])
+                finally:
+                    _settle(batch, scores)
+        finally:
+            # At once, not when its task is seen to have ended: what comes in between must find a sender missing.
+            self._senders.discard(asyncio.current_task())  # type: ignore[arg-type]
 
     def _batch(self) -> list[_Waiting]:
         """What is sent next; rollouts that were cut are not."""
@@ -128,6 +130,9 @@ class Service:
         try:
             async with self._opened().post(self._config.name, data=body, allow_redirects=False) as response:
                 answer = await _body(response)
+        except ValueError as error:
+            # A token that no header can hold.
+            raise _Refused(f"cannot be asked ({reason(error)})") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _Again(f"did not answer ({reason(error)})") from error
         if response.status == 200:
@@ -138,7 +143,7 @@ class Service:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            token = os.environ.get(self._config.token_env, "") if self._config.token_env else ""
+            token = os.environ.get(self._config.token_env, "").strip() if self._config.token_env else ""
             headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
             # Its own limits are off: the deadline is set where the request is made.
             self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))

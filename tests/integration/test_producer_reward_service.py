@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headrace.config import EnvironmentConfig
+from headrace.config import EnvironmentConfig, RewardConfig
 from producers.environments.api import Rollout
 from producers.rewards.scorer import Scorer
+from producers.rewards.service import Service
 from producers.rewards.worker import Score
 
 CLASSIFIER = """
@@ -197,6 +198,43 @@ async def test_what_a_service_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
     assert told == ("Bearer secret", {"rollouts": [expected]})
 
 
+async def test_a_token_that_no_header_can_hold_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "in two\nlines")
+
+    async def never(request: web.Request) -> web.Response:
+        raise AssertionError
+
+    async with serving(never) as url, scoring(tmp_path, {"name": url, "token_env": "SERVICE_TOKEN"}) as score:
+        failure = (await score("x")).failure
+    assert failure.startswith("reward was refused: the service cannot be asked (ValueError: ")
+    assert "in two" not in failure
+
+
+async def test_a_rollout_that_comes_as_the_last_answer_does_is_asked_for() -> None:
+    """Its sender has nothing left and has not yet been seen to end: nobody else would ask."""
+    answered = asyncio.Event()
+
+    class Answers(Service):
+        async def _asked(self, items: Sequence[str]) -> list[Score]:
+            await answered.wait()
+            return [Score(1.0)] * len(items)
+
+    async def later() -> Score:
+        await answered.wait()
+        return await service.score(rollout("later"))
+
+    service = Answers(RewardConfig(name="http://127.0.0.1:9/score", requests=1), 5.0)
+    first = asyncio.create_task(service.score(rollout("first")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # its sender waits for the answer
+    second = asyncio.create_task(later())
+    await asyncio.sleep(0)
+    answered.set()
+    async with asyncio.timeout(5):
+        assert await first == await second == Score(1.0)
+    await service.close()
+
+
 async def test_errors_that_pass_are_tried_again(tmp_path: Path) -> None:
     answers = [503, 429, 500]
 
@@ -230,6 +268,8 @@ async def test_a_bad_answer_is_a_failure(tmp_path: Path) -> None:
         "two": ({"rewards": [1, 2]}, "reward cannot be read: the service answered 2 rewards for 1 rollouts"),
         "none": ({"rewards": [None]}, "reward returned NoneType, not a number"),
         "text": ({"rewards": ["1"]}, "reward returned str, not a number"),
+        "huge": ({"rewards": [10**400]}, "reward returned int that is no finite number"),
+        "deep": ("[" * 100_000, "which is not of format 'headrace'"),
         "nan": ({"rewards": [float("nan")]}, "reward is nan, not a finite number"),
         "no list": ({"rewards": 1}, "which is not of format 'headrace'"),
         "other": ({"scores": [1]}, "which is not of format 'headrace'"),
