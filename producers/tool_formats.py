@@ -195,7 +195,10 @@ def _tagged(part: str) -> ToolCall:
     if not name.strip() or not closed:
         return _bad("</function> ends no <function=NAME>")
     arguments: dict[str, str] = {}
-    for piece in body.split("</parameter>")[:-1]:
+    *pieces, rest = body.split("</parameter>")
+    if "<parameter=" in rest:
+        return ToolCall(name.strip(), {}, error="its last parameter does not end with </parameter>")
+    for piece in pieces:
         parameter, _, value = piece.partition("<parameter=")[2].partition(">")
         arguments[parameter.strip()] = value.removeprefix("\n").removesuffix("\n")
     return ToolCall(name.strip(), arguments, text_values=True)
@@ -216,6 +219,8 @@ def _decoded(text: str, place: int) -> tuple[Any, int, str]:
     start = _end(_BETWEEN_CALLS, text, place)
     try:
         value, end = _decoder.raw_decode(text, start)
+        # Numbers that overflow and halves of surrogate pairs can be decoded, and are nothing that could be shown.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         why = str(error) or type(error).__name__
         return None, start, f"it is not valid JSON ({why}): {shortened(text[start : start + 200])}"

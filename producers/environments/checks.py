@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 
+from headrace.objects import reason
 from producers.environments.api import Done, Message, Observation
 from producers.environments.calls import RolloutFailed
 
@@ -24,18 +25,39 @@ def checked_observation(given: object, *, first: bool = False) -> Observation:
     texts = given.messages if isinstance(given.messages, tuple | list) else (None,)
     if not all(isinstance(message, Message) and isinstance(message.content, str) for message in texts):
         raise RolloutFailed("environment gave an Observation whose messages are not Messages with text")
-    if any("\ud800" <= letter <= "\udfff" for message in given.messages for letter in message.content):
-        raise RolloutFailed("environment gave an Observation whose text is not Unicode: it has half a surrogate pair")
+    if not given.messages:
+        raise RolloutFailed("environment gave an Observation without messages, which leaves nothing to answer")
     if not isinstance(given.tools, tuple | list) or not all(isinstance(tool, Mapping) for tool in given.tools):
         raise RolloutFailed("environment gave an Observation whose tools are not a tuple of schemas")
+    _check_json("messages", lambda: [_fields(message) for message in given.messages])
+    _check_json("tools", lambda: [dict(tool) for tool in given.tools])
     _check_reward(given.reward, first=first)
     return given
 
 
-def _check_reward(reward: object, *, first: bool) -> None:
-    if not isinstance(reward, int | float) or not math.isfinite(reward) or abs(reward) > LARGEST_REWARD:
+def _fields(message: Message) -> list[object]:
+    """What a chat template may write."""
+    calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
+    return [message.role, message.content, message.tool_call_id, message.name, calls]
+
+
+def _check_json(what: str, given: Callable[[], object]) -> None:
+    try:
+        json.dumps(given(), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
         raise RolloutFailed(
-            f"environment gave an Observation with reward {reward!r}, not a number up to {LARGEST_REWARD:g}"
+            "environment gave an Observation whose text is not Unicode: it has half a surrogate pair"
+        ) from None
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RolloutFailed(f"environment gave an Observation whose {what} are not JSON ({reason(error)})") from error
+
+
+def _check_reward(reward: object, *, first: bool) -> None:
+    # Compared first: no integer is too large for that, and NaN is not below anything.
+    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:
+        told = repr(reward) if isinstance(reward, float) else f"of type {type(reward).__name__}"
+        raise RolloutFailed(
+            f"environment gave an Observation with reward {told}, not a number up to {LARGEST_REWARD:g}"
         )
     if first and reward:
         raise RolloutFailed(f"environment gave its first Observation reward {reward!r}, but there is no turn before it")

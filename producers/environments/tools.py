@@ -88,11 +88,12 @@ class Toolbox:
         if task.cancelled():
             return _failed(call, f"{call.name} cancelled itself")
         raised = task.exception()
-        return (
-            Result(call, _text(task.result()))
-            if raised is None
-            else _failed(call, f"{call.name} raised {reason(raised)}")
-        )
+        if raised is not None:
+            return _failed(call, f"{call.name} raised {reason(raised)}")
+        try:
+            return Result(call, _text(task.result()))
+        except Exception as error:  # noqa: BLE001 - a result's own __str__ raises what it likes
+            return _failed(call, f"{call.name} gave a result that cannot be shown ({reason(error)})")
 
 
 class ToolUse:

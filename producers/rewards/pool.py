@@ -152,9 +152,16 @@ class Worker:
             case {"exit": code}:
                 return f"ended its worker process (exit code {code})"
             case {"signal": number}:
-                return f"ended its worker process ({signal.Signals(number).name})"
+                return f"ended its worker process ({_name_of(number)})"
             case _:
                 return "was ended with its worker process"
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 class Pool:

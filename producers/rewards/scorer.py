@@ -162,5 +162,5 @@ def _named(failure: str, name: str) -> str:
 def _pickled(rollouts: list[Rollout]) -> bytes | Score:
     try:
         return pickle.dumps(rollouts)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - a user's own __reduce__ raises what it likes
         return Score(failure=f"the rollout cannot be sent to its reward ({reason(error)})")

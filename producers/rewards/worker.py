@@ -12,6 +12,7 @@ from typing import Any
 from broker.messages import TaskKind
 from headrace.config import OWN_REWARD, EnvironmentConfig, RewardConfig
 from headrace.errors import EnvironmentLoadError
+from headrace.objects import reason
 from producers.environments.api import Environment, Rollout
 from producers.environments.registry import build_environment
 from producers.rewards.registry import load_reward, parts_of
@@ -78,7 +79,10 @@ def judged(value: object) -> Score:
     """A finite number is a reward; anything else is a failure, never a 0."""
     if not isinstance(value, int | float) and not hasattr(value, "__float__"):
         return Score(failure=f"reward returned {type(value).__name__}, not a number")
-    reward = float(value)
+    try:
+        reward = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return Score(failure=f"reward returned {type(value).__name__} that is no finite number ({reason(error)})")
     return Score(reward) if math.isfinite(reward) else Score(failure=f"reward is {reward}, not a finite number")
 
 

@@ -47,6 +47,7 @@ class Own:
         if what == "hang politely": await asyncio.sleep(600)
         if what == "take a while": time.sleep(0.2)
         if what == "die": os._exit(3)
+        if what == "signal": os.kill(os.getpid(), 40)
         if what == "exit": sys.exit(4)
         if what == "nan": return float("nan")
         if what == "text": return "good"
@@ -132,6 +133,8 @@ async def test_a_reward_that_hangs_is_killed_and_the_others_are_scored(scorer: S
 async def test_a_reward_that_ends_its_process_is_a_reason(scorer: Scorer, file: Path) -> None:
     died = await scorer.score("own", "train", rollout("die", file))
     assert died == Score(failure="reward ended its worker process (exit code 3)")
+    signalled = await scorer.score("own", "train", rollout("signal", file))
+    assert signalled == Score(failure="reward ended its worker process (signal 40)")
     assert await scorer.score("own", "train", rollout("fine", file)) == Score(0.75, correct=False)
 
 
@@ -164,6 +167,11 @@ async def test_what_an_episode_gave_by_itself_is_a_part(file: Path) -> None:
 async def test_what_cannot_be_pickled_is_a_reason(scorer: Scorer) -> None:
     unsendable = Rollout("own", 0, "", "", (), lambda: 0, "stop")
     assert "cannot be sent to its reward" in (await scorer.score("own", "train", unsendable)).failure
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    failure = (await scorer.score("own", "train", replace(unsendable, answer=nested))).failure
+    assert "cannot be sent to its reward (RecursionError" in failure
 
 
 async def test_closing_ends_open_calls_and_leaves_no_process(scorer: Scorer, file: Path) -> None:

@@ -178,6 +178,8 @@ def test_calls_are_read(form: str, text: str, calls: list[tuple[str, object]]) -
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}', "it is not valid JSON"),
         ("hermes", "<tool_call>", "it is not valid JSON"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}', "NaN is not JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e999}}', "it is not valid JSON"),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}', "surrogates not allowed"),
         ("hermes", "<tool_call>" + "[" * 100_000, "it is not valid JSON"),
         ("hermes", "<tool_call>" + "1" * 5000, "it is not valid JSON"),
         ("hermes", '<tool_call>["f"]', 'must be a JSON object with "name"'),
@@ -248,6 +250,10 @@ def test_calls_in_tags_are_learned_and_read() -> None:
         ("<tool_call>", "it does not end with </function>"),
         ("</function>", "</function> ends no <function=NAME>"),
         ("<function=>x</function>", "</function> ends no <function=NAME>"),
+        (
+            "<function=f><parameter=a>1</parameter><parameter=b>2</function>",
+            "its last parameter does not end with </parameter>",
+        ),
     ],
 )
 def test_what_is_no_call_in_tags_says_why(text: str, error: str) -> None:

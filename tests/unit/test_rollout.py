@@ -14,7 +14,7 @@ from broker.validate import Limits, check_group
 from headrace.errors import EngineError
 from producers.engines.api import Completion, Request
 from producers.engines.scripted import ScriptedEngine
-from producers.environments.api import Done, Episode, Message, Observation, Turn
+from producers.environments.api import Done, Episode, Message, Observation, ToolCall, Turn
 from producers.environments.calls import RolloutFailed
 from producers.environments.single_turn import SingleTurn
 from producers.group import play_group
@@ -141,6 +141,14 @@ SHOWN = Observation((Message("user", "hello"),))
         (Wrong(Observation((Message("user", None),)), Done()), "messages are not Messages with text"),
         (Wrong(Observation(None), Done()), "messages are not Messages with text"),
         (Wrong(Observation((Message("user", "half \udcff"),)), Done()), "text is not Unicode"),
+        (Wrong(Observation(()), Done()), "without messages, which leaves nothing to answer"),
+        (Wrong(SHOWN, Observation(())), "without messages, which leaves nothing to answer"),
+        (Wrong(SHOWN, Observation((Message("tool", "3", name="half \udcff"),))), "text is not Unicode"),
+        (
+            Wrong(Observation((Message("assistant", "", (ToolCall("f", {"x": {1}}),)),)), Done()),
+            r"messages are not JSON \(TypeError: Object of type set",
+        ),
+        (Wrong(Observation(SHOWN.messages, tools=({"name": {1}},)), Done()), "tools are not JSON"),
         (Wrong(SHOWN, 0.5), "gave float where an Observation belongs"),
         (object(), "gave object as an episode: it has no reset, step, close"),
         (Unanswerable(1), "environment raised LookupError: nobody knows"),

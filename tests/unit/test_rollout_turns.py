@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from broker.messages import TaskDelivery
@@ -121,7 +122,17 @@ async def test_a_final_reward_of_the_episode_is_added_to_those_of_its_turns() ->
     assert [trajectory.reward for trajectory in group.trajectories] == [2.25]
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e13, "much", None])
+@pytest.mark.parametrize("reward", [float("nan"), 10**400, np.array([1.0, 2.0]), "much"])
+async def test_a_final_reward_that_is_none_fails_the_rollout(reward: object) -> None:
+    player, _ = player_of(lambda shown: "x")
+    here = stage(player, Chats(lambda index, seed: MultiTurn("?", 0, lambda turn: Done(reward))), Scores())  # type: ignore[arg-type]
+    group = await play_group(here, TaskDelivery("1-0", 1, TASK), InPlay(4), 60.0)
+    assert "4 of 4 rollouts failed: reward " in group.error
+
+
+@pytest.mark.parametrize(
+    "reward", [float("nan"), float("inf"), 1e13, 10**400, pytest.param(10**5000, id="huge"), "much", None]
+)
 async def test_a_reward_that_is_none_fails_the_rollout(reward: object) -> None:
     player, _ = player_of(lambda shown: "x")
     observation = Observation((Message("user", "on"),), reward=reward)  # type: ignore[arg-type]

@@ -163,6 +163,7 @@ def returns(what: str) -> Any:
         "dict": {"a": [1, 2.5], "é": Place(city="Rome")},
         "nan": float("nan"),
         "odd": Odd,
+        "bytes": b"\xff",
         "half": "half \udcff",
         "long": "x" * 10_000,
     }[what]
@@ -182,6 +183,9 @@ async def test_results_are_text() -> None:
     assert texts[:4] == ["null", '{"a":[1,2.5],"é":{"city":"Rome","zip":null}}', "NaN", "half ?"]
     assert texts[4] == "x" * LONGEST_RESULT + "… (cut)"
     assert "Odd" in texts[5]
+    assert (await results([returns], ToolCall("returns", {"what": "bytes"})))[0].startswith(
+        "Error: returns gave a result that cannot be shown (PydanticSerializationError: "
+    )
     assert await results([adds, gives_a_coroutine], ToolCall("gives_a_coroutine", {"x": 3})) == ["3"]
 
 
