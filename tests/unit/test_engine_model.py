@@ -24,7 +24,7 @@ from headrace.policy.loading import layout_of
 from producers.engines.model_runner import ModelRunner
 from producers.engines.packed_linear import PackedLinears, pack
 from producers.engines.sequences import Copy
-from producers.engines.slot_attention import Chunk
+from producers.engines.slot_attention import Chunk, plan_attention
 from producers.engines.weights import EngineWeights
 from weightsync.manifest import Layout
 
@@ -98,6 +98,23 @@ def test_mixed_steps_compute_what_the_whole_sequence_does(make: Any) -> None:
     for position in range(11, 40):
         last = forward(runner, [(2, a[position + 61], position + 61), (3, c[position], position)], [])
     torch.testing.assert_close(last[1], expected[2][39], **close)
+
+
+def test_pages_are_gathered_beside_a_long_prompt_that_is_only_begun() -> None:
+    model, random = llama(), np.random.default_rng(3)
+    texts = [random.integers(0, 80, 40).tolist(), random.integers(0, 80, 250).tolist()]
+    expected = [reference(model, ids) for ids in texts]
+    runner = ModelRunner(model, slots=2, context_length=256)
+    gathered = 0
+    forward(runner, [], [(0, 0, texts[0][:30])])
+    forward(runner, [], [(1, 0, texts[1][:240])])
+    for position in range(30, 40):
+        last = forward(runner, [(0, texts[0][position], position)], [(1, position + 210, [texts[1][position + 210]])])
+        plan = plan_attention(runner._pool, runner.table, np.array([0]), np.array([position + 1]), [])
+        gathered += plan.decode is not None and plan.decode.gathered_N is not None
+        torch.testing.assert_close(last[0], expected[0][position], atol=2e-4, rtol=0)
+        torch.testing.assert_close(last[1], expected[1][position + 210], atol=2e-4, rtol=0)
+    assert gathered == 8, "from the row's second page on, which lies behind those of the long prompt"
 
 
 def test_a_copied_prompt_decodes_as_its_source() -> None:
