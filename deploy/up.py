@@ -14,6 +14,7 @@ from rich.console import Console
 
 from deploy.connections import connect, told_url
 from deploy.launcher import Launcher
+from deploy.output import outlive_readers
 from deploy.plan import Plan, Wish, make_plan
 from deploy.redis_server import RedisServer
 from deploy.report import print_report
@@ -33,10 +34,13 @@ def up(wish: Wish) -> int:
     """Run to the end; returns the exit code. Raises HeadraceError when it cannot even start."""
     # Until the event loop handles signals, SIGTERM unwinds as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    outputs = outlive_readers()
     console = Console(soft_wrap=True, highlight=False)
     console.print("looking at model and environments", style="dim")
     plan = make_plan(wish, os.environ, datetime.now(), told_url())
     _log_to(plan.folder.log("launcher"))
+    for output in outputs:
+        output.tell_log()
     with ExitStack() as stack:
         stack.callback(plan.folder.unlock)
         redis, url = _broker(plan, stack)

@@ -111,13 +111,14 @@ def main(name: str, start: Callable[[Service], Awaitable[None]], *, drain_s: flo
 
     async def serve() -> None:
         service = Service(name, drain_s=drain_s)
+        loop = asyncio.get_running_loop()
         _install_signals(service)
         try:
             await start(service)
             collect_seldom()
             await service.run()
         finally:
-            _ignore_signals()
+            _ignore_signals(loop)
 
     serving = serve()
     try:
@@ -157,12 +158,13 @@ def _install_signals(service: Service) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
-def _ignore_signals() -> None:
+def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
     """A process that has ended its loops is leaving: being told so once more must not make that look like a death.
 
-    With a handler in place it would: Python restores the default action while it shuts down.
+    With a handler in place it would: Python restores the default action while it shuts down. The loop may be closed
+    already: a SystemExit inside it ends it before its tasks.
     """
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
+        if not loop.is_closed():
+            loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)

@@ -36,6 +36,12 @@ async def start(service):
                 await asyncio.sleep(0.05)
             except asyncio.CancelledError:
                 pass  # as a library that loses a cancellation
+    async def exits():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(leaves())
+            group.create_task(works())
+    async def leaves():
+        sys.exit(5)
     async def crashes():
         raise KeyError("a bug")
     for name in sys.argv[1:]:
@@ -118,6 +124,13 @@ def test_a_bug_shows_its_traceback_and_ends_loops_that_lose_their_cancellation(l
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "KeyError: 'a bug'" in err
+
+
+def test_an_exit_inside_a_loop_is_the_end_and_no_traceback(launch: Launch) -> None:
+    """It ends the event loop before the service's own coroutine, whose end then finds none."""
+    process = launch("exits", "works")
+    _, err = process.communicate(timeout=30)
+    assert (err, process.returncode) == ("", 5)
 
 
 def test_an_interrupt_before_the_loop_has_begun_says_nothing() -> None:
