@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class TorchEngine:
         """By request id: those whose `generate` waits."""
         self._swap: asyncio.Future[float] | None = None
         self._committing = asyncio.Lock()
+        self._preparing = ThreadPoolExecutor(1, "headrace-weights")
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Event = asyncio.Event()
         self._broken: EngineError | None = None
@@ -103,7 +105,7 @@ class TorchEngine:
 
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._build)
+        await self._event_loop.run_in_executor(self._preparing, self._build)
         self._thread = threading.Thread(target=self._run, name="headrace-decode", daemon=True)
         self._thread.start()
 
@@ -139,7 +141,7 @@ class TorchEngine:
             self._check_running()
             if not self._weights.staged:
                 return await self._swapped(Swap(version, lambda: None))
-            prepared = await asyncio.to_thread(self._weights.prepare)
+            prepared = await self._event_loop.run_in_executor(self._preparing, self._weights.prepare)
             seconds = await self._swapped(Swap(version, lambda: self._weights.swap(prepared)))
             await asyncio.to_thread(prepared.free)
             return seconds
@@ -158,6 +160,7 @@ class TorchEngine:
         if self._thread is not None and not self._ended.is_set():
             self.loop.send(Close())
             await self._ended.wait()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def _build(self) -> None:
         """Load the model and lay out weights and cache; takes seconds."""
