@@ -244,7 +244,7 @@ class Course:
         after = await self._evaluate("after")
         if self.leaving():
             return
-        export.check_place(self.parts.folder / "model")
+        export.check_place(self.parts.folder / "model", self.parts.model_folder)
         with self.parts.lane.during("export"):
             out = await self._insist(lambda: self.outputs.write_folder("model", self._export))
         if out is None:
@@ -274,7 +274,8 @@ class Course:
     async def _export(self, work: Path) -> None:
         def prepare() -> None:
             model = load_model(self.parts.model_folder, self.parts.config.model.wire_dtype, "cpu")
-            export.prepare(self.parts.trainer.parameters(), model, self.parts.model_folder, work)
+            origin = export.Origin(self.parts.run_id, self.claim.books.version)
+            export.prepare(self.parts.trainer.parameters(), origin, model, self.parts.model_folder, work)
 
         await self.worker(prepare)
 

@@ -26,8 +26,11 @@ def beside(final: Path, incarnation: int) -> Path:
 
 
 def place(work: Path, final: Path) -> None:
-    """Put a file or folder in its place, where it replaces what was there. Raises OSError, with that intact."""
-    if not final.is_dir():
+    """Put a file or folder in its place, where it replaces what was there. Raises OSError, with that intact.
+
+    Of a link the link is replaced, and what it leads to stays.
+    """
+    if not final.is_dir() and not final.is_symlink():
         work.replace(final)
         return
     _exchange(work, final)
@@ -35,8 +38,8 @@ def place(work: Path, final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or folder, whether it is there or not; what cannot be removed stays."""
-    if path.is_dir():
+    """A file, folder or link, whether it is there or not; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

@@ -177,7 +177,7 @@ def prepare() -> None:
 @app.command()
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run of this folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; replaced when it is there.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; replaced when an export made it.")],
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that transformers loads."""
     from deploy.connections import local_run

@@ -70,7 +70,7 @@ def rollback(version: VersionArgument, run: RunOption = None) -> None:
 @weights_app.command()
 def export(
     version: VersionArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; replaced when it is there.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; replaced when an export made it.")],
     run: RunOption = None,
 ) -> None:
     """Write a version in this host's memory as a Hugging Face folder that transformers loads."""

@@ -63,7 +63,7 @@ async def _write(record: RunRecord, manifest: bytes, out: Path) -> None:
 
 def main(model: str, out: Path, digests: dict[str, str], data: bytes) -> int:
     from consumers.contents import tensors_of
-    from consumers.export import export_tensors
+    from consumers.export import Origin, check_place, export_tensors
     from headrace.policy.loading import model_digests
     from headrace.policy.prepare import resolve_model
     from weightsync.arena import Arena
@@ -73,13 +73,15 @@ def main(model: str, out: Path, digests: dict[str, str], data: bytes) -> int:
 
     try:
         manifest, folder = decode(data), resolve_model(model)
+        check_place(out, folder)
         for name, digest in model_digests(folder).items():
             if digests.get(name, digest) != digest:
                 raise Refused(f"{name} in {folder} is not that of run {manifest.run_id}; export on a host that has it")
         read = asyncio.run(read_whole(manifest, Arena()))
         if isinstance(read, Unavailable):
             raise WeightError(f"it cannot be exported: {read.reason}")
-        export_tensors(tensors_of(manifest.layout, read), folder, out, manifest.layout.tensors[0].dtype)
+        origin, dtype = Origin(manifest.run_id, manifest.version), manifest.layout.tensors[0].dtype
+        export_tensors(tensors_of(manifest.layout, read), origin, folder, out, dtype)
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return error.exit_code

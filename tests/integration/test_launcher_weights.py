@@ -161,7 +161,7 @@ async def test_what_cannot_be_exported_is_refused_and_leaves_nothing(desk: Desk)
     flip(file, 5)
     (desk.folder / "full").mkdir()
     (desk.folder / "full" / "letter").touch()
-    assert "full is there and holds no model" in desk.refused(5, "export", str(version), "full")
+    assert "full is there and no export made it" in desk.refused(5, "export", str(version), "full")
     template = desk.model / "chat_template.jinja"
     text = template.read_text()
     template.write_text("another")

@@ -205,10 +205,80 @@ def test_the_exported_folder_loads_in_transformers(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_an_export_replaces_models_only(tmp_path: Path) -> None:
-    notes = tmp_path / "precious" / "notes.txt"
-    notes.parent.mkdir()
-    notes.write_text("do not lose me")
-    with pytest.raises(CheckpointError, match="precious is there and holds no model; export into another folder"):
-        check_place(notes.parent)
-    assert notes.read_text() == "do not lose me"
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model folder."""
+    model().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Of a run with one checkpoint, and with what else makes it one."""
+    net = model()
+    save(tmp_path / "runs" / "r", net, trainer(net), 1)
+    (tmp_path / "runs" / "r" / "config.json").write_text("{}")
+    (tmp_path / "runs" / "r" / "steps.jsonl").write_text("{}")
+    return tmp_path / "runs" / "r"
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_export_replaces_what_an_export_made(run_folder: Path, base: Path, tmp_path: Path) -> None:
+    newest = checkpoint.newest(run_folder)
+    assert newest is not None
+    out = tmp_path / "model"
+    out.mkdir()
+    for _ in range(2):
+        export(newest[1], base, out)
+    marker = json.loads((out / "headrace-export.json").read_text())
+    assert (marker["run"], marker["version"]) == ("r", "1.1")
+    assert sorted([*marker["files"], "headrace-export.json"]) == sorted(path.name for path in out.iterdir())
+    before = (out / "config.json").stat().st_ino
+    again = export(newest[1], out, tmp_path / "of an export")
+    assert json.loads((again / "headrace-export.json").read_text()) == marker, "a marker of the model's is not taken"
+    (out / "notes.txt").write_text("do not lose me")
+    with pytest.raises(CheckpointError, match=r"holds notes\.txt, which no export wrote; export into another folder"):
+        export(newest[1], base, out)
+    assert (out / "config.json").stat().st_ino == before
+
+
+def test_an_export_replaces_nothing_else(run_folder: Path, base: Path, tmp_path: Path) -> None:
+    newest = checkpoint.newest(run_folder)
+    assert newest is not None
+    project, file = tmp_path / "project", tmp_path / "file"
+    (project / "src").mkdir(parents=True)
+    (project / "config.json").write_text("{}")
+    (project / "src" / "thesis.txt").write_text("do not lose me")
+    file.write_text("nor me")
+    (tmp_path / "link").symlink_to(project)
+    (tmp_path / "circle").symlink_to("circle")
+    before = tree(tmp_path)
+    for out, sentence in (
+        (project, "is there and no export made it; export into another folder"),
+        (tmp_path / "link", "is there and no export made it"),
+        (tmp_path / "circle", "cannot be replaced: too many levels"),
+        (file, "cannot be replaced: not a directory"),
+        (run_folder, "is the folder of a run"),
+        (run_folder / "checkpoints" / "..", "is the folder of a run"),
+        (base, "is the model that the run began with"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            export(newest[1], base, out)
+    assert tree(tmp_path) == before
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_an_export_into_a_link_fills_the_folder_that_it_leads_to(run_folder: Path, base: Path, tmp_path: Path) -> None:
+    newest = checkpoint.newest(run_folder)
+    assert newest is not None
+    link, real = tmp_path / "latest", tmp_path / "there" / "model"
+    link.symlink_to(real)
+    for _ in range(2):
+        assert export(newest[1], base, link) == link
+    assert link.is_symlink()
+    check_place(link, base)
+    assert (real / "headrace-export.json").is_file()
+    assert [path.name for path in real.parent.iterdir()] == ["model"]

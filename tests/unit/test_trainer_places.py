@@ -46,6 +46,21 @@ def test_a_folder_takes_the_place_of_another_at_once(
 
 
 @pytest.mark.parametrize("exchange", [True, False])
+def test_of_a_link_only_the_link_is_replaced(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchange:
+        monkeypatch.setattr(placing, "_EXCHANGE", 1 << 20)
+    final = tmp_path / "model"
+    for target in (folder(tmp_path / "elsewhere", "of somebody"), tmp_path / "nowhere"):
+        placing.remove(final)
+        final.symlink_to(target)
+        placing.place(folder(placing.beside(final, 3), "new"), final)
+        assert (final / "file").read_text() == "new"
+        assert not final.is_symlink()
+        assert names(tmp_path) == ["elsewhere", "model"]
+    assert (tmp_path / "elsewhere" / "file").read_text() == "of somebody"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
 def test_what_was_swept_cannot_be_placed_and_the_place_stays_as_it_is(
     tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
