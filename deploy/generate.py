@@ -82,8 +82,8 @@ async def _run(wish: Wish, show: Print) -> int:
                 for sample in group:
                     show(sample)
     finally:
-        # What was measured is good, also when it is not all that was asked for.
-        if wish.pass_rates is not None:
+        # What was measured is good, also when it is not all that was asked for; nothing replaces no file.
+        if wish.pass_rates is not None and done.measured:
             done.write(wish.pass_rates)
     print(done.sentence(wish.pass_rates), file=sys.stderr)
     return 0 if done.good else 1

@@ -105,7 +105,7 @@ class Dataset:
 
     @cached_property
     def _rows(self) -> Rows:
-        return self._checked(*self._source)
+        return self._checked(*self._source, measured=self._pass_rate_column)
 
     @cached_property
     def _held(self) -> array[int]:
@@ -121,7 +121,7 @@ class Dataset:
     @cached_property
     def _eval(self) -> Part:
         if self._has_eval_source:
-            rows = self._checked(*self._eval_source)
+            rows = self._checked(*self._eval_source, measured="")
             return Part(rows, range(len(rows)))
         return Part(self._rows, self._held)
 
@@ -150,16 +150,16 @@ class Dataset:
         rates = ((index, every[number]) for index, number in enumerate(numbers))
         return {index: rate for index, rate in rates if not math.isnan(rate)}
 
-    def _checked(self, data: str | Sequence[str], split: str, config: str, revision: str) -> Rows:
-        """Raises EnvironmentLoadError for the first row that is no prompt."""
+    def _checked(self, data: str | Sequence[str], split: str, config: str, revision: str, *, measured: str) -> Rows:
+        """`measured` is the column of pass rates. Raises EnvironmentLoadError for the first row that is no prompt."""
         rows = open_rows(data, split=split, config=config, revision=revision)
         if not len(rows):
             raise EnvironmentLoadError(f"dataset: data = {data!r} has no rows")
         for index, row in enumerate(rows.scan()):
             try:
                 self._columns.episode(row)
-                if self._pass_rate_column:
-                    self._columns.pass_rate(row, self._pass_rate_column)
+                if measured:
+                    self._columns.pass_rate(row, measured)
             except BadRow as error:
                 raise EnvironmentLoadError(f"{rows.place(index)}: {error}") from error
         return rows

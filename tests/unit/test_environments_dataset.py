@@ -122,6 +122,9 @@ def test_another_file_may_be_held_out(tmp_path: Path) -> None:
     environment = dataset(data=lines(tmp_path, ROWS[2:]), prompt="{question}", eval_data=other)
     assert sizes_of("dataset", environment) == (8, 2)
     assert shown(environment, "eval") == [row["question"] for row in ROWS[:2]]
+    rated = lines(tmp_path, [{**row, "rate": 0.5} for row in ROWS[2:]], "rated.jsonl")
+    measured = dataset(data=rated, prompt="{question}", eval_data=other, pass_rate_column="rate", pass_rate=[0.1, 0.9])
+    assert sizes_of("dataset", measured) == (8, 2), "what is held out need not be measured"
 
 
 def test_several_files_are_one(tmp_path: Path) -> None:

@@ -108,6 +108,9 @@ async def test_pass_rates_are_what_environments_read(tmp_path: Path, capsys: pyt
     assert read_pass_rates(file, 5) == {0: 0.0, 1: 0.0, 2: 0.0}
     assert file.read_text().splitlines()[0] == '{"index":0,"pass_rate":0.0,"samples":2}'
     assert "right: 0.0% over 3 prompts, written to" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--first is 5"):
+        await samples_of(Wish(scripted("tests.checked:Game"), first=5, pass_rates=file))
+    assert len(read_pass_rates(file, 5)) == 3, "what is measured in vain replaces nothing"
 
 
 @pytest.mark.parametrize(
