@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
 from deploy.env_check_clock import BLOCKS_S, Clock
@@ -159,6 +159,7 @@ class Visitor:
                 reward = answer.reward
                 break
             seen.append(answer)
+            turns[-1] = replace(turns[-1], reward=float(answer.reward))
         else:
             if not self._entry.max_turns:
                 self._found(
@@ -192,6 +193,7 @@ class Visitor:
             turns=tuple(visit.turns),
             answer=visit.answer,
             finish_reason="stop",
+            given=visit.reward,
         )
         try:
             pickle.dumps(rollout)
@@ -309,7 +311,7 @@ class Visitor:
 
 def _places(train: int, held_out: int) -> Iterator[tuple[str, int]]:
     yield from (("train", index) for index in sorted({0, train // 2, train - 1}))
-    yield from (("eval", index) for index in sorted({0, held_out - 1}) if held_out)
+    yield from (("eval", index) for index in sorted({0, held_out // 2, held_out - 1}) if held_out)
 
 
 def _same(one: Any, other: Any) -> bool:

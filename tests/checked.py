@@ -52,6 +52,15 @@ class Game(Fine):
         return MultiTurn(f"{split} {index} {number}", number, reply)
 
 
+class Given(Game):
+    """Judges by what was given meanwhile, as rollouts have it."""
+
+    def correct(self, rollout: Rollout) -> bool:
+        if (rollout.given, [turn.reward for turn in rollout.turns]) != (0.5, [0.25, 0.25, 0.0]):
+            raise ValueError("what was given is missing")
+        return True
+
+
 class Empty(Fine):
     prompts = 0
 

@@ -95,6 +95,10 @@ async def test_a_fault_is_told_in_a_sentence(kind: type[checked.Fine], level: st
         assert {one[0] for one in heard.findings} == {"warning"}, heard.findings
 
 
+async def test_what_an_episode_gave_is_seen_by_its_verdict() -> None:
+    assert (await visited(checked.Given())).findings == []
+
+
 async def test_an_episode_that_the_run_ends_need_not_end_itself() -> None:
     assert (await visited(checked.Unending(), max_turns=4)).findings == []
 
