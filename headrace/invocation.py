@@ -78,7 +78,10 @@ class Invocation:
 
 def holds_password(url: str) -> bool:
     """Also where it stands as a parameter, or where the URL has an `@` but no valid form."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "@" in url
     malformed = parts.scheme not in ("redis", "rediss", "unix") and "@" in url
     return bool(parts.password) or "password" in parse_qs(parts.query) or malformed
 

@@ -40,8 +40,12 @@ def redis_url(environ: Mapping[str, str]) -> str:
     Of either there may be a file instead, as `secret` says; "" where no URL is named. Raises ConfigError.
     """
     url, password = secret("HEADRACE_REDIS_URL", environ), secret("HEADRACE_REDIS_PASSWORD", environ)
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # not shown: it may hold a password
+        raise ConfigError(f"HEADRACE_REDIS_URL is not a URL as redis://host:6379 ({error})") from None
     if not url or not password or parts.password:
         return url
-    user, host = quote(parts.username or "", safe=""), parts.netloc.rpartition("@")[2]
+    # The user is written there as it must be in a URL.
+    user, host = parts.username or "", parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}"))

@@ -41,6 +41,7 @@ def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
             "rediss://user@[::1]:6379/0?ssl_ca_certs=%2Fca",
             "rediss://user:p%2F%40%20%25@[::1]:6379/0?ssl_ca_certs=%2Fca",
         ),
+        ("redis://me%40home@redis", "redis://me%40home:p%2F%40%20%25@redis"),
         ("redis://user:own@redis", "redis://user:own@redis"),
         ("", ""),
     ],
@@ -50,6 +51,15 @@ def test_a_password_by_itself_goes_into_a_url_that_has_none(url: str, full: str,
     file.write_text("p/@ %\n")
     assert redis_url({"HEADRACE_REDIS_URL": url, "HEADRACE_REDIS_PASSWORD_FILE": str(file)}) == full
     assert redis_url({"HEADRACE_REDIS_URL": url}) == url
+
+
+@pytest.mark.parametrize("flags", [{}, {"redis_url": "redis://[::1:6379"}])
+def test_a_url_that_is_none_is_refused_and_not_shown(flags: dict[str, str]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"HEADRACE_REDIS_URL is not a URL as redis://host:6379 \(Invalid IPv6"
+    ) as told:
+        Invocation.of("producer", flags, {**ENVIRON, "HEADRACE_REDIS_URL": "redis://:secret@[::1:6379"})
+    assert "secret" not in str(told.value)
 
 
 def test_a_password_goes_with_the_url_of_a_flag() -> None:
