@@ -87,6 +87,8 @@ class Launcher:
         self._redis = redis
         self._screen = screen
         self._journal = Journal(plan.folder.path / "launcher.jsonl")
+        self._unwritten = False
+        """Whether the last event stands only on the screen."""
         self._services = Services(
             plan.config,
             plan.folder,
@@ -323,8 +325,19 @@ class Launcher:
         return "over" if code == 0 and state.status != "running" else "died"
 
     def _report(self, part: str, event: str, text: str) -> None:
-        self._journal.write(event, part=part, text=text)
+        """On the screen, and in the journal: a full disk takes that from a run, but not the run."""
         self._screen.event(part, event, text)
+        try:
+            self._journal.write(event, part=part, text=text)
+        except ServiceError as error:
+            log.warning("%s %s (%s) stands in no journal: %s", part, event, text, error)
+            if not self._unwritten:
+                self._screen.event(NAME, "in trouble", f"{error}; until it can be, events are only shown here")
+            self._unwritten = True
+        else:
+            if self._unwritten:
+                self._screen.event(NAME, "goes on", "its journal can be written again")
+            self._unwritten = False
 
     def _view(self) -> RunView:
         assert self._supervisor is not None
