@@ -37,9 +37,10 @@ _ENV = {
     "OMP_NUM_THREADS": "1",
 }
 _ARGS = f"""
-    --dtype float32 --enforce-eager --max-model-len {CONTEXT} --max-num-seqs 16 --distributed-executor-backend uni
-    --served-model-name tiny --uvicorn-log-level warning
+    --dtype float32 --enforce-eager --max-model-len {CONTEXT} --max-num-seqs 16 --max-num-batched-tokens 8192
+    --distributed-executor-backend uni --served-model-name tiny --uvicorn-log-level warning
 """
+"""So many batched tokens that no prompt is computed in parts, which ends a server on a CPU where it has a seed."""
 _HEAD_DIM = 64
 """Its attention for the CPU knows only heads of at least 32."""
 

@@ -76,11 +76,11 @@ async def test_a_job_goes_on_behind_its_tokens_and_leaves_nothing_to_the_servers
     sampling = SamplingParams(10, temperature=0.7, top_p=0.9, top_k=4, stop_token_ids=(2,), stop=("x",))
     request = Request("t/0/0", np.array([4, 5, 6], np.int32), sampling)
     job = Job(request, "t", -1, 10, asyncio.get_running_loop().create_future(), 0.0, tokens=[7, 8])
-    body = completion_body(job, "m", "r-1", "headrace/run/1.0")
+    body = completion_body(job, "m", "r-1", "headrace/run/1.0", seeded=True)
     assert (body["prompt"], body["max_tokens"], body["model"]) == ([4, 5, 6, 7, 8], 8, "m")
     assert (body["temperature"], body["top_p"], body["top_k"], body["stop_token_ids"]) == (0.7, 0.9, 4, [2])
     assert (body["min_p"], body["repetition_penalty"], body["ignore_eos"]) == (0.0, 1.0, True)
     assert 0 <= body["seed"] < 1 << 63
-    assert body["cache_salt"] != completion_body(job, "m", "r-1", "headrace/run/1.1")["cache_salt"]
+    assert body["cache_salt"] != completion_body(job, "m", "r-1", "other", seeded=True)["cache_salt"]
     assert not set(body["cache_salt"]) & set("@/\\")
-    assert "cache_salt" not in completion_body(job, "m", "r-1", "")
+    assert not {"cache_salt", "seed"} & set(completion_body(job, "m", "r-1", "", seeded=False))

@@ -29,8 +29,9 @@ PLAIN: dict[str, Any] = {
 """The same in all requests. What a server does not know it passes over, or refuses: that is found out at start."""
 
 
-def completion_body(job: Job, model: str, rid: str, label: str) -> dict[str, Any]:
-    """`label`, where there is one, keeps the prefix cache of its version apart from that of others."""
+def completion_body(job: Job, model: str, rid: str, label: str, *, seeded: bool) -> dict[str, Any]:
+    """`label`, where there is one, keeps the prefix cache of its version apart from that of others. `seeded`: whether
+    the job's seed goes with it."""
     sampling = job.request.sampling
     body: dict[str, Any] = {
         **PLAIN,
@@ -40,11 +41,12 @@ def completion_body(job: Job, model: str, rid: str, label: str) -> dict[str, Any
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": job.seed & SEED_BITS,
         "stop_token_ids": list(sampling.stop_token_ids),
         "stop": list(sampling.stop),
         "request_id": rid,
     }
+    if seeded:
+        body["seed"] = job.seed & SEED_BITS
     if label:
         body["cache_salt"] = xxhash.xxh3_128_hexdigest(label.encode())
     return body

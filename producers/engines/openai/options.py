@@ -24,6 +24,9 @@ class Options(Section):
     weights that they serve, and cannot be trained on."""
     verify: Literal["all", "sample"] = "all"
     """Which tensors are compared with what was published, after each update."""
+    seeds: bool = False
+    """Whether each request's random numbers are fixed, whatever else is in the batch. vLLM samples slower so, and on a
+    CPU it ends where it computes the prompt of such a request in parts."""
     restarts: int = Field(5, ge=0, le=1000)
     """How often a server that does not work is tried again, until it has worked for ten minutes."""
     outage_s: Seconds = 300.0

@@ -91,7 +91,7 @@ class _Asking:
         self._client, self._model, self._salted = client, model, salted
 
     async def ask(self, prompt: Sequence[int], **changes: Any) -> Choice:
-        body = {**PLAIN, "model": self._model, "prompt": list(prompt), "max_tokens": 1, "seed": 1}
+        body = {**PLAIN, "model": self._model, "prompt": list(prompt), "max_tokens": 1}
         body |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": []}
         if self._salted:
             body["cache_salt"] = "headrace-probe"

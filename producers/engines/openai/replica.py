@@ -57,7 +57,8 @@ class CompletionsReplica(Replica):
 
     async def ask(self, job: Job, rid: str, label: str) -> Generated:
         assert self.found is not None
-        body = completion_body(job, self.found.model, rid, label if self._updates else "")
+        label = label if self._updates else ""
+        body = completion_body(job, self.found.model, rid, label, seeded=self._options.seeds)
         call = asyncio.create_task(self.client.complete(body))
         self._calls.add(call)
         self._asked_at = time.monotonic()
