@@ -266,7 +266,7 @@ async def test_the_scripted_engine_stages_any_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("warp", {}, "not one of scripted, sglang, torch"),
+        ("warp", {}, "not one of openai, scripted, sglang, torch"),
         ("scripted", {"speed": 9}, "speed"),
         ("no.such.module:engine", {}, "does not import"),
         ("producers.engines.scripted:Nothing", {}, "has no object 'Nothing'"),
