@@ -21,22 +21,24 @@ class Gathering:
     def __init__(self, size: int, ask: Ask) -> None:
         self._missing = set(range(size))
         self._ask = ask
-        self._rollouts: list[Rollout] = []
-        self._scores: Sequence[Score] | None = None
+        self._rollouts: dict[int, Rollout] = {}
+        self._scores: dict[int, Score] = {}
         self._complete = asyncio.Event()
         self._asking = asyncio.Lock()
 
     async def join(self, member: int, rollout: Rollout) -> Score:
         """Waits for all others, then for the scores."""
-        place = len(self._rollouts)
-        self._rollouts.append(rollout)
+        self._rollouts[member] = rollout
         self.out(member)
         await self._complete.wait()
         # Whoever comes first asks for all. When it is cancelled, so are the others: they end together.
         async with self._asking:
-            if self._scores is None:
-                self._scores = await self._ask(self._rollouts)
-        return self._scores[place]
+            if not self._scores:
+                # Not in the order in which they ended, which is another one when the group is played again.
+                members = sorted(self._rollouts)
+                scores = await self._ask([self._rollouts[each] for each in members])
+                self._scores = dict(zip(members, scores, strict=True))
+        return self._scores[member]
 
     def out(self, member: int) -> None:
         """It is not waited for any more. Idempotent."""

@@ -91,7 +91,7 @@ class Service:
                     _settle(batch, scores)
         finally:
             # At once, not when its task is seen to have ended: what comes in between must find a sender missing.
-            self._senders.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._senders.discard(asyncio.current_task())
 
     def _batch(self) -> list[_Waiting]:
         """What is sent next; rollouts that were cut are not."""
@@ -146,7 +146,12 @@ class Service:
             token = os.environ.get(self._config.token_env, "").strip() if self._config.token_env else ""
             headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
             # Its own limits are off: the deadline is set where the request is made.
-            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+            # Also rollouts that are asked for one by one are so many at once, and no more.
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=self._config.requests),
+            )
         return self._session
 
 

@@ -293,10 +293,16 @@ async def test_a_bad_answer_is_a_failure(tmp_path: Path) -> None:
 async def test_what_a_service_refuses_fails_alone(tmp_path: Path) -> None:
     """One text that is too long takes no others of its batch with it, and is not asked again and again."""
     asked: list[list[str]] = []
+    open_requests, most = 0, 0
 
     async def handler(request: web.Request) -> web.Response:
+        nonlocal open_requests, most
         completions = [each["completion"] for each in (await request.json())["rollouts"]]
         asked.append(completions)
+        open_requests += 1
+        most = max(most, open_requests)
+        await asyncio.sleep(0.01)
+        open_requests -= 1
         if "long" in completions:
             return web.Response(status=400, text="too long")
         return web.json_response({"rewards": [1.0] * len(completions)})
@@ -307,6 +313,7 @@ async def test_what_a_service_refuses_fails_alone(tmp_path: Path) -> None:
     assert right == Score(1.0, correct=True)
     assert bad.failure == "reward was refused: the service answered 400 Bad Request (too long)"
     assert asked.count(["long"]) == 1
+    assert most == 1
 
 
 async def test_a_dead_service_fails_within_the_deadline_with_its_last_error(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from pydantic import ValidationError
 from headrace.config import EnvironmentConfig, RewardConfig
 from producers.environments.api import Rollout
 from producers.rewards.formats import BadAnswer, encoded, request, values_of
+from producers.rewards.gathering import Gathering
 from producers.rewards.scorer import combined
 from producers.rewards.service import FIRST_PAUSE_S, LONGEST_PAUSE_S, pause_s
 from producers.rewards.worker import Score, added, group_judged
@@ -57,6 +61,21 @@ def test_what_is_relative_is_added() -> None:
 def test_a_group_is_scored_as_a_whole_or_not_at_all(values: Any, failure: str) -> None:
     assert group_judged(values, 2) == [Score(failure=failure)] * 2
     assert group_judged((1, 2.5), 2) == [Score(1.0), Score(2.5)]
+
+
+async def test_a_group_is_scored_in_the_order_of_its_members() -> None:
+    """Whoever ends first, so that one that is played again gets the same rewards."""
+
+    async def ask(rollouts: Sequence[Rollout]) -> list[Score]:
+        assert [rollout.index for rollout in rollouts] == [0, 2, 3]
+        return [Score(float(place)) for place in range(len(rollouts))]
+
+    gathering = Gathering(4, ask)
+    joined = {member: asyncio.create_task(gathering.join(member, replace(ROLLOUT, index=member))) for member in (3, 0)}
+    await asyncio.sleep(0)
+    gathering.out(1)
+    joined[2] = asyncio.create_task(gathering.join(2, replace(ROLLOUT, index=2)))
+    assert {member: (await score).reward for member, score in joined.items()} == {0: 0.0, 2: 1.0, 3: 2.0}
 
 
 def rewards(given: object) -> tuple[RewardConfig, ...]:
