@@ -185,7 +185,7 @@ class ProducerConfig(Section):
     count: int = Field(1, ge=0, le=1024)
     """Producers that `headrace up` starts on this machine."""
     engine: str = "torch"
-    """"torch", "sglang", "scripted", or your own as `package.module:object`."""
+    """"torch", "sglang", "openai", "scripted", or your own as `package.module:object`."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     slots: int = Field(32, ge=1, le=4096)
     """Sequences decoded together."""
