@@ -2,8 +2,8 @@
 
 `<run folder>/checkpoints/<incarnation>/<step>/` holds `model.safetensors` (float32, names as in the Hugging Face
 model), `optimizer.safetensors` (AdamW moments and random state) and `state.json`, which is written last and carries
-the digests of the other two. A checkpoint is written into a folder beside it, synced, and renamed (see
-`consumers/placing.py`): it is there whole or not at all. Each incarnation removes only its own.
+the digests of the other two and of what it says itself. A checkpoint is written into a folder beside it, synced, and
+renamed (see `consumers/placing.py`): it is there whole or not at all. Each incarnation removes only its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from consumers import placing
 from headrace.errors import CheckpointError
 from headrace.version import PolicyVersion
 
-FORMAT = 2
+FORMAT = 3
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -88,7 +88,7 @@ class Checkpoints:
                 "config": dict(config),
                 "digests": {name: _digest(work / name) for name in (MODEL, OPTIMIZER)},
             }
-            (work / STATE).write_text(json.dumps(state), encoding="utf-8")
+            (work / STATE).write_text(json.dumps({**state, "digest": _digest_of(state)}), encoding="utf-8")
             for name in (MODEL, OPTIMIZER, STATE):
                 _sync(work / name)
         except (OSError, SafetensorError) as error:
@@ -143,19 +143,36 @@ def newest(run_folder: Path) -> tuple[PolicyVersion, Path] | None:
 
 
 def load(folder: Path) -> Loaded:
-    """Read a checkpoint and check it against its digests. Raises CheckpointError with what is wrong and the way out."""
+    """Read a checkpoint and check it against its digests and its place.
+
+    Raises CheckpointError with what is wrong and the way out.
+    """
     way_out = "remove this folder to resume from the one before"
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if state["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {folder} has format {state['format']}, this program reads {FORMAT}")
-        for name, digest in state["digests"].items():
-            if _digest(folder / name) != digest:
-                raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not what was written; {way_out}")
+            raise CheckpointError(
+                f"checkpoint {folder} has format {state['format']}, this program reads {FORMAT}; {way_out}"
+            )
+        if damage := _damage(folder, state):
+            raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; {way_out}")
         position = RunPosition(PolicyVersion(*state["version"]), int(state["cursor"]), dict(state["seen"]))
         return Loaded(folder, position, state["config"], load_file(folder / MODEL), load_file(folder / OPTIMIZER))
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {reason_of(error)}; {way_out}") from error
+
+
+def _damage(folder: Path, state: dict[str, Any]) -> str:
+    """What is not as it was written; empty where all is. Raises OSError, KeyError."""
+    if state.pop("digest") != _digest_of(state):
+        return f"{STATE} is not what was written"
+    for name, digest in state["digests"].items():
+        if _digest(folder / name) != digest:
+            return f"{name} is not what was written"
+    version = PolicyVersion(*state["version"])
+    if folder.absolute().parts[-2:] != (str(version.incarnation), f"{version.step:08d}"):
+        return f"it is version {version}, which is not what the folder's name says"
+    return ""
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -189,6 +206,10 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loaded: Lo
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _digest_of(state: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(state).encode())
 
 
 def _digest(file: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -125,6 +126,16 @@ def test_a_half_written_one_is_not_found(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "elsewhere") is None
 
 
+def _edit(**fields: Any) -> Any:
+    """Harm that leaves valid JSON."""
+
+    def harm(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps({**state, **fields}))
+
+    return harm
+
+
 def _flip(folder: Path) -> None:
     file = folder / "optimizer.safetensors"
     data = bytearray(file.read_bytes())
@@ -139,6 +150,13 @@ def _flip(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read: no such file or directory; remove"),
         (lambda folder: (folder / "state.json").write_text("{"), "cannot be read"),
         (lambda folder: (folder / "state.json").write_text(json.dumps({"format": 9})), "has format 9, this program"),
+        (_edit(version=[1, 0]), "is damaged: state.json is not what was written; remove this folder to resume"),
+        (_edit(version=[1, 3]), "is damaged: state.json is not what was written"),
+        (_edit(cursor=6), "is damaged: state.json is not what was written"),
+        (_edit(seen={}), "is damaged: state.json is not what was written"),
+        (_edit(digest=""), "is damaged: state.json is not what was written"),
+        (lambda folder: (folder / "state.json").write_text('{"format": 3}'), "cannot be read: 'digest'; remove"),
+        (lambda folder: (folder / "state.json").write_text("[" * 200_000), "cannot be read: .*; remove"),
     ],
 )
 def test_a_damaged_one_is_a_sentence(tmp_path: Path, harm: Any, sentence: str) -> None:
@@ -147,6 +165,28 @@ def test_a_damaged_one_is_a_sentence(tmp_path: Path, harm: Any, sentence: str) -
     harm(folder)
     with pytest.raises(CheckpointError, match=sentence):
         checkpoint.load(folder)
+
+
+def test_no_byte_of_the_state_may_change(tmp_path: Path) -> None:
+    net = model()
+    folder = save(tmp_path, net, trainer(net), 1)
+    whole = (folder / "state.json").read_bytes()
+    before = checkpoint.load(folder)
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 7
+        (folder / "state.json").write_bytes(data)
+        with contextlib.suppress(CheckpointError):
+            after = checkpoint.load(folder)
+            assert (after.position, after.config) == (before.position, before.config)
+
+
+def test_one_that_lies_at_another_versions_place_is_refused(tmp_path: Path) -> None:
+    net = model()
+    folder = save(tmp_path, net, trainer(net), 1)
+    moved = folder.rename(folder.with_name("00000002"))
+    with pytest.raises(CheckpointError, match=r"is damaged: it is version 1\.1, which is not what the folder's name"):
+        checkpoint.load(moved)
 
 
 def test_one_of_another_model_is_a_sentence(tmp_path: Path) -> None:
