@@ -35,7 +35,7 @@ class Options(Section):
     """How long a server given by its URL may be away."""
     hang_s: Seconds = 60.0
     """A server whose scheduler does not answer for so long hangs: longer than its longest step."""
-    poll_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
+    poll_s: Annotated[float, Field(ge=0.05, le=60)] = 1.0
     """Between two looks at a server's queue and cache."""
     kv: Kv = "keep"
     """What a new version makes of running requests: "keep" or "recompute" their keys and values, or "resume" them as
