@@ -112,14 +112,17 @@ async def _force(connection: Connection, gone: Callable[[], Awaitable[bool]]) ->
 async def _stop_remote(run: str | None, patience_s: float) -> str:
     """Ask every service of a run in a shared broker to leave, and wait until none is alive."""
     async with open_operator(run) as (run_id, operator):
-        # A launcher stops its services in their order; without one each hears it for itself.
-        target = "launcher" if await _alive(operator, "launcher") is not None else ""
-        await operator.order(Order("", "stop", target=target, reason="headrace stop"))
+        # A launcher stops its services in their order, and knows of no others: those hear it once it has left.
+        all_told = await _alive(operator, "launcher") is None
+        await operator.order(_stop_order("" if all_told else "launcher"))
         left: list[Peer] = []
 
         async def alone() -> bool:
-            nonlocal left
+            nonlocal left, all_told
             left = [peer for peer in await operator.peers() if peer.alive]
+            if not all_told and left and not any(peer.role == "launcher" for peer in left):
+                await operator.order(_stop_order(""))
+                all_told = True
             return not left
 
         if not await _until(alone, patience_s):
@@ -130,7 +133,11 @@ async def _stop_remote(run: str | None, patience_s: float) -> str:
 
 async def _order_stop(run_id: str) -> None:
     async with open_operator(run_id) as (_, operator):
-        await operator.order(Order("", "stop", target="launcher", reason="headrace stop"))
+        await operator.order(_stop_order("launcher"))
+
+
+def _stop_order(target: str) -> Order:
+    return Order("", "stop", target=target, reason="headrace stop")
 
 
 async def _alive(operator: OperatorPort, role: str) -> Peer | None:
