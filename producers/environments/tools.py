@@ -134,7 +134,8 @@ class ToolUse:
         return None
 
 
-_threads = threading.BoundedSemaphore(MOST_THREADS)
+_left: set[threading.Thread] = set()
+"""Of calls that nobody waits for any more; those that are waited for are bounded by the rollouts that play."""
 
 
 async def _value(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
@@ -152,7 +153,8 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     """A thread of its own: one that never ends occupies no worker, and does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
-    if not _threads.acquire(blocking=False):
+    _left.difference_update([thread for thread in _left if not thread.is_alive()])
+    if len(_left) >= MOST_THREADS:
         raise RuntimeError(f"{MOST_THREADS} earlier calls of tools have not ended yet")
 
     def work() -> None:
@@ -160,8 +162,6 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             value, error = call(), None
         except BaseException as raised:  # noqa: BLE001 - it is the result
             value, error = None, raised
-        finally:
-            _threads.release()
         with suppress(RuntimeError):  # the loop may have ended long ago
             loop.call_soon_threadsafe(settle, value, error)
 
@@ -173,7 +173,9 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
         else:
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(reason(error)))
 
-    threading.Thread(target=work, name="tool", daemon=True).start()
+    thread = threading.Thread(target=work, name="tool", daemon=True)
+    thread.start()
+    future.add_done_callback(lambda waited: _left.add(thread) if waited.cancelled() else None)
     return future
 
 
