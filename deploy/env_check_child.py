@@ -101,7 +101,11 @@ async def _play(
     deadline_s = config.producer.reward_deadline_s
     options = {"vocabulary": _vocabulary(model)}
     scripted = config.model_copy(
-        update={"producer": config.producer.model_copy(update={"engine": "scripted", "engine_options": options})}
+        update={
+            "producer": config.producer.model_copy(update={"engine": "scripted", "engine_options": options}),
+            # The others' rewards need no processes here.
+            "environments": (environments_of(config)[name],),
+        }
     )
     tell.at("loading its reward", LOAD_S)
     engine = build_engine("scripted", scripted, Path(), config.run.seed)
