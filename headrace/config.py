@@ -115,6 +115,8 @@ class RewardConfig(Section):
             raise ValueError(f"group = true is for functions, and {self.name!r} is none; leave it out")
         if self.is_service:
             _check_service(self.name)
+        if self.format == "sglang" and "{completion}" not in self.template:
+            raise ValueError(f"template = {self.template!r} has no place for {{completion}}, which is what is scored")
         return self
 
 

@@ -103,6 +103,7 @@ def test_a_reward_is_a_name_a_table_or_a_list_of_these() -> None:
         ("http://me:secret@host/x", "token_env"),
         ("http:///x", "names no host"),
         ("http://host:port/x", "names no host"),
+        ({"name": "http://host/x", "format": "sglang", "template": "<{prompt}>"}, "no place for {completion}"),
         ({"name": ""}, "at least 1 character"),
         (3, "valid tuple"),
     ],
