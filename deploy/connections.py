@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from broker.connect import Run, connect_run, connect_runs
 from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
 from headrace.config import BrokerConfig
 from headrace.config_sources import resolve
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ServiceError
 from headrace.secret import redis_url
 
 NAME_OF_URL = "HEADRACE_REDIS_URL"
@@ -57,8 +58,10 @@ def local_connection(run: str | None) -> Connection:
         return connection
     runs = runs_folder()
     for folder in reversed(local_runs(runs)):
-        if folder.live and (connection := folder.connection()):
-            return connection
+        # One whose lock cannot be read must not hide the others; by its name it is refused.
+        with contextlib.suppress(ServiceError):
+            if folder.live and (connection := folder.connection()):
+                return connection
     raise ConfigError(f"no run is running in {runs}; start one with `headrace up`, or set {NAME_OF_URL}")
 
 

@@ -109,10 +109,10 @@ def _resumable(wish: Wish, runs: Path) -> RunFolder:
         if not folder.config_file.exists():
             raise ConfigError(f"there is no run {wish.run_id} in {runs} to resume; `headrace runs list` names all")
         return folder
-    known = [run for run in local_runs(runs) if not run.live]
-    if not known:
+    newest = next((run for run in reversed(local_runs(runs)) if not run.live), None)
+    if newest is None:
         raise ConfigError(f"there is no run in {runs} to resume")
-    return known[-1]
+    return newest
 
 
 def _check_unfinished(folder: RunFolder, config: Config) -> None:

@@ -22,19 +22,27 @@ from weightsync.arena import Arena
 class RunRow:
     run_id: str
     state: str
-    """"running" (here), "finished", "failed", "stopped"; "in the broker" for one that has no folder here."""
+    """"running" (here), "finished", "failed", "stopped", "damaged"; "in the broker" for one without a folder here."""
     step: int | None
     folder: str
     reason: str = ""
-    """Why it failed."""
+    """Why it failed, or what of its folder cannot be read."""
 
 
 async def rows(folder: Path, broker: Runs | None) -> list[RunRow]:
     """Runs of this folder, oldest first, then those that only the broker knows."""
-    here = [_row(run) for run in local_runs(folder)]
+    here = [_row_of_any(run) for run in local_runs(folder)]
     known = {row.run_id for row in here}
     ids = sorted(await broker.ids()) if broker is not None else []
     return here + [RunRow(run_id, "in the broker", None, "") for run_id in ids if run_id not in known]
+
+
+def _row_of_any(run: RunFolder) -> RunRow:
+    """Also of a folder that somebody damaged: the others are to be listed all the same."""
+    try:
+        return _row(run)
+    except ServiceError as error:
+        return RunRow(run.run_id, "damaged", None, str(run.path), str(error))
 
 
 def _row(run: RunFolder) -> RunRow:
