@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Any
 
 from broker.api import Published
 from broker.messages import Group
-from headrace.errors import ServiceError
-from headrace.telemetry.journal import Journal
+from headrace.telemetry.journal import Journal, LossyJournal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane, idle_fraction
 from producers.engines.api import Engine, EngineStats
 from weightsync.receiver import Commit
 from weightsync.transports import KINDS
-
-log = logging.getLogger(__name__)
 
 GROUP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 MOST_REASONS = 16
@@ -42,8 +38,7 @@ class Gauges:
         # An engine of one's own need not have a lane.
         self._engine_lane = engine_lane if isinstance(engine_lane, Lane) else None
         self._metrics = metrics
-        self._journal = journal
-        self._journal_full = False
+        self._journal = LossyJournal(journal, metrics, "rollouts go on")
         self._lanes = tuple(lane for lane in (self._engine_lane, self.host) if lane is not None)
         metrics.watch(*self._lanes)
         self._read_at = time.monotonic()
@@ -154,32 +149,18 @@ class Gauges:
         if self._engine.version is not None:
             self._metrics.gauge("version_step", self._engine.version.step, help="Step of the version it samples from")
         self._metrics.gauge("event_loop_lag_seconds", event_loop_lag_s, help="How late the event loop woke up last")
-        if self._journal is not None:
-            seconds = {
-                f"{lane.name}.{phase}": round(s, 3) for lane in self._lanes for phase, s in lane.seconds().items()
-            }
-            self.event("state", **figures, phases=seconds)
+        seconds = {f"{lane.name}.{phase}": round(s, 3) for lane in self._lanes for phase, s in lane.seconds().items()}
+        self.event("state", **figures, phases=seconds)
         seconds_of_lane = {phase: round(seconds, 3) for phase, seconds in lane.items()}
-        said = {"seconds": seconds_of_lane, "metrics_url": metrics_url, "troubles": self._troubles}
-        return {**figures, **said}
+        troubles = [*self._troubles, *self._journal.troubles()]
+        return {**figures, "seconds": seconds_of_lane, "metrics_url": metrics_url, "troubles": troubles}
 
     def event(self, event: str, **fields: Any) -> None:
         """One line in the journal, where there is one. A disk that is full ends no rollout."""
-        if self._journal is None:
-            return
-        try:
-            self._journal.write(event, **fields)
-        except ServiceError as error:
-            self._metrics.count("journal_lines_lost", help="Lines that could not be written")
-            if not self._journal_full:
-                log.warning("%s; rollouts go on without it", error)
-            self._journal_full = True
-        else:
-            self._journal_full = False
+        self._journal.write(event, **fields)
 
     def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
+        self._journal.close()
 
     def _busiest(self) -> Lane:
         return self._engine_lane or self.host

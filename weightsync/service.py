@@ -27,7 +27,7 @@ from typing import Any
 from broker.api import Peer, WeightsPort
 from headrace.errors import BrokerError, Refused, WeightError, WireError
 from headrace.service import Service
-from headrace.telemetry.journal import Journal
+from headrace.telemetry.journal import Journal, LossyJournal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
@@ -82,7 +82,7 @@ class WeightService:
         self._lease_s = lease_s
         self._block_ms = block_ms
         self._metrics = metrics
-        self._journal = journal
+        self._journal = LossyJournal(journal, metrics, "weights are served")
         self._arena = arena or Arena()
         self._books = Books()
         self._head: PolicyVersion | None = None
@@ -292,6 +292,7 @@ class WeightService:
             "segments": len(names),
             "event_loop_lag_s": round(self._service.event_loop_lag_s, 4),
             "metrics_url": self.metrics_url,
+            "troubles": self._journal.troubles(),
             **(self._between.state() if self._between else {}),
         }
         await self._port.heartbeat(Peer(self.name, "weights", self._host, os.getpid(), True, state), self._lease_s)
@@ -335,5 +336,4 @@ class WeightService:
             )
 
     def _write(self, event: str, **fields: Any) -> None:
-        if self._journal is not None:
-            self._journal.write(event, **fields)
+        self._journal.write(event, **fields)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ServiceError
+
+if TYPE_CHECKING:
+    from headrace.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
 
 _LONGEST_LINE = 1 << 20
 """Bytes at the end of a file within which the beginning of its last line is looked for."""
@@ -65,6 +71,40 @@ class Journal:
         except ValueError:
             last = {}
         return last if isinstance(last, dict) else {}
+
+
+class LossyJournal:
+    """A journal that its service can go on without: a line that finds no room on the disk is left out and counted."""
+
+    def __init__(self, journal: Journal | None, metrics: Metrics, going_on: str) -> None:
+        """Without `journal` nothing is written. `going_on` says in the log what a full disk does not end."""
+        self._journal = journal
+        self._metrics = metrics
+        self._going_on = going_on
+        self._trouble: dict[str, Any] | None = None
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One line, where there is room for it."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.write(event, **fields)
+        except ServiceError as error:
+            self._metrics.count("journal_lines_lost", help="Lines that could not be written")
+            if self._trouble is None:
+                reason = f"{error}; {self._going_on} without it"
+                log.warning("%s", reason)
+                self._trouble = {"kind": "lines", "reason": reason, "since": round(time.time(), 1)}
+        else:
+            self._trouble = None
+
+    def troubles(self) -> list[dict[str, Any]]:
+        """Kind, reason, and since when (seconds since the epoch) lines are lost; none while they are not."""
+        return [self._trouble] if self._trouble is not None else []
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
 
 
 def _not_finite(value: Any) -> bool:

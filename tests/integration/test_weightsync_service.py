@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -136,6 +137,46 @@ async def test_published_versions_are_checked_and_told(
     assert [name.version for name in arena.segments(record.run_id)] == [version], "the living trainer's head is kept"
     (sealed,) = [event for event in events(record) if event["event"] == "sealed"]
     assert (sealed["version"], sealed["check"], sealed["nbytes"]) == (str(version), "verified", LAYOUT.nbytes)
+
+
+async def test_a_full_disk_ends_no_weight_service(
+    run: Run, record: RunRecord, redis_url: str, arena: Arena, publisher: Publisher, wait_until: WaitUntil
+) -> None:
+    """A limit on the size of the service's files stands in for the disk."""
+
+    async def sees(version: PolicyVersion, *, troubles: int) -> None:
+        assert await publisher.publish(version, TENSORS)
+
+        async def told() -> bool:
+            peer = await found(run)
+            return await checked(run, version) == "verified" and peer is not None and len(said(peer)) == troubles
+
+        await wait_until(told, f"version {version} is verified, and the service has {troubles} troubles")
+
+    def said(peer: Peer) -> list[dict[str, Any]]:
+        troubles: list[dict[str, Any]] = peer.state["troubles"]
+        return troubles
+
+    with service(redis_url, record.run_id, arena) as process:
+        await sees(PolicyVersion(1, 0), troubles=0)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        for step in (1, 2):
+            await sees(PolicyVersion(1, step), troubles=1)
+        peer = await found(run)
+        assert peer is not None
+        assert said(peer)[0]["reason"].endswith(
+            "jsonl cannot be written: File too large; weights are served without it"
+        )
+        async with aiohttp.ClientSession() as session, session.get(peer.state["metrics_url"]) as answer:
+            assert "headrace_journal_lines_lost_total" in await answer.text()
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await sees(PolicyVersion(1, 3), troubles=0)
+        process.send_signal(signal.SIGTERM)
+        code, stderr = await ended(process)
+    assert code == 0, stderr
+    assert stderr.count("cannot be written: File too large; weights are served without it") == 1
+    sealed = [event["version"] for event in events(record) if event["event"] == "sealed"]
+    assert sealed == ["1.0", "1.3"]
 
 
 async def test_damaged_version_is_told(

@@ -126,8 +126,11 @@ def test_a_full_disk_ends_no_rollout(tmp_path: Path, caplog: pytest.LogCaptureFi
     told.published_group(GROUP, "published", 12)
     assert counts(metrics, "journal_lines_lost_total") == {"": 2.0}
     assert caplog.text.count("No space left on device; rollouts go on without it") == 1
+    (trouble,) = told.heartbeat(0.0, "")["troubles"]
+    assert trouble["reason"].endswith("rollouts go on without it")
     journal.full = False
     told.event("three")
+    assert told.heartbeat(0.0, "")["troubles"] == []
     assert '"event": "three"' in (tmp_path / "p1.jsonl").read_text()
     told.close()
 
