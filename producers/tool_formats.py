@@ -14,7 +14,7 @@ from producers.environments.api import Message, ToolCall
 
 MOST_CALLS = 16
 """In one turn; a model that repeats itself writes as many as its tokens last."""
-AFTER_THOUGHT = "</think>"
+THOUGHT, AFTER_THOUGHT = "<think>", "</think>"
 PROBE = ToolCall("headrace_probe", {"headrace_key": "headrace value"}, "call00000")
 PROBE_ANSWER = "headrace-answer"
 PROBE_TOOL: Mapping[str, Any] = {
@@ -48,7 +48,7 @@ class ToolFormat:
 
     def read(self, text: str) -> tuple[ToolCall, ...]:
         """The calls in one completion, in order. What begins like one and is none comes with its `error`."""
-        said = text.rpartition(AFTER_THOUGHT)[2]
+        said = _aloud(text)
         calls = self._marked(said) if self.begin else _bare(said)
         if len(calls) > MOST_CALLS:
             calls = [*calls[:MOST_CALLS], _bad(f"there are more than {MOST_CALLS} calls in one turn")]
@@ -71,7 +71,7 @@ class TaggedFormat:
 
     def read(self, text: str) -> tuple[ToolCall, ...]:
         """The calls in one completion, in order. What begins like one and is none comes with its `error`."""
-        *whole, rest = text.rpartition(AFTER_THOUGHT)[2].split("</function>")
+        *whole, rest = _aloud(text).split("</function>")
         calls = [_tagged(part) for part in whole[:MOST_CALLS]]
         if len(whole) > MOST_CALLS:
             return (*calls, _bad(f"there are more than {MOST_CALLS} calls in one turn"))
@@ -157,6 +157,11 @@ def _sample(tool: Mapping[str, Any]) -> ToolCall:
 
 def _written(call: ToolCall) -> str:
     return json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
+
+
+def _aloud(text: str) -> str:
+    """Without thoughts; one that was cut off goes on to the end."""
+    return text.rpartition(AFTER_THOUGHT)[2].partition(THOUGHT)[0]
 
 
 def _after(text: str, mark: str) -> str:

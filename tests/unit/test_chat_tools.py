@@ -152,6 +152,7 @@ def test_bytes_have_tools_too() -> None:
         ),
         ("hermes", '<tool_call>{"name": "f"}<tool_call>[{"name": "g", "arguments": "{}"}]', [("f", None), ("g", None)]),
         ("hermes", '<think><tool_call>{"name": "no"}</think><tool_call>{"name": "f"}', [("f", None)]),
+        ("hermes", '<think>perhaps <tool_call>{"name": "no"}</tool_call> or', []),
         ("hermes", '<tool_call>{"type": "function", "function": {"name": "f"}}', [("f", None)]),
         ("llama3", '{"name": "f", "parameters": {"x": 1}}', [("f", 1)]),
         (
