@@ -141,8 +141,7 @@ class Launcher:
         """The run has not ended yet, whatever an earlier start wrote."""
         for change in self._plan.changes:
             self._report("run", "changed", change)
-        for file in (self._plan.folder.summary_file, self._plan.folder.failure_file):
-            file.unlink(missing_ok=True)
+        self._plan.folder.forget_end()
 
     # -- loops
 

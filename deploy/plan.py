@@ -118,6 +118,11 @@ def _resumable(wish: Wish, runs: Path) -> RunFolder:
 def _check_unfinished(folder: RunFolder, config: Config) -> None:
     """A finished run with nothing left to do keeps its results. Raises ConfigError."""
     made = (folder.read_json(folder.summary_file) or {}).get("steps", 0)
+    if type(made) is not int:
+        raise ServiceError(
+            f"{folder.summary_file} is damaged: steps = {_shown(made)} is no whole number; "
+            "delete it to go on with the run"
+        )
     reached = newest_step(folder.steps_file) or 0
     if made < config.run.steps < reached:
         raise ConfigError(
@@ -129,6 +134,10 @@ def _check_unfinished(folder: RunFolder, config: Config) -> None:
             f"run {folder.run_id} has made all its {made} steps, see {folder.summary_file}; "
             f"`--steps N` with a larger N makes more"
         )
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]
 
 
 def merged(stored: dict[str, Any], resolved: Resolved) -> tuple[Config, tuple[str, ...]]:

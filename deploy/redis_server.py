@@ -114,7 +114,7 @@ class RedisServer:
         config = self.folder / "redis.conf"
         text = _CONFIG.format(port=self._port, password=self._password, folder=_quoted(self.folder.resolve()))
         # One that died of a full disk must be able to come back while it is still full.
-        if not (config.is_file() and config.read_text(encoding="utf-8") == text):
+        if not (config.is_file() and config.read_bytes() == text.encode()):
             write_private(config, text)
         self.child = Child.spawn(
             Command(

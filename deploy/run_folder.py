@@ -112,11 +112,19 @@ class RunFolder:
         """None when there is none, or it cannot be understood."""
         try:
             return Connection(**json.loads((self.path / "connection.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
     def forget_connection(self) -> None:
         (self.path / "connection.json").unlink(missing_ok=True)
+
+    def forget_end(self) -> None:
+        """Delete what says how it ended. Raises ServiceError when that cannot be."""
+        for file in (self.summary_file, self.failure_file):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise ServiceError(f"{file} cannot be deleted: {error.strerror}") from error
 
     def read_json(self, file: Path) -> dict[str, Any] | None:
         """A JSON object of this folder; None when it is not there. Raises ServiceError when it is damaged."""
@@ -124,7 +132,9 @@ class RunFolder:
             value = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ServiceError(f"{file} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
             raise ServiceError(f"{file} cannot be read: {error}") from error
         if not isinstance(value, dict):
             raise ServiceError(f"{file} cannot be read: it is not a JSON object")

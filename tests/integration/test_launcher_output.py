@@ -30,8 +30,7 @@ def log_of(project: Project) -> str:
     return (project.run / "logs" / "launcher.log").read_text()
 
 
-@pytest.mark.parametrize("make", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
-@pytest.mark.parametrize("fails", [False, True], ids=["finishes", "fails"])
+@pytest.mark.parametrize(("make", "fails"), [(os.pipe, False), (pty.openpty, True)], ids=["pipe", "terminal"])
 def test_a_reader_that_leaves(make: Callable[[], tuple[int, int]], fails: bool, project: Project) -> None:
     if fails:
         (project.folder / "fail").touch()

@@ -223,9 +223,12 @@ def test_one_launcher_per_run_folder(tmp_path: Path) -> None:
 def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.read_json(folder.summary_file) is None
-    folder.summary_file.write_text("{")
-    with pytest.raises(ServiceError, match=r"summary\.json cannot be read"):
-        folder.read_json(folder.summary_file)
+    for damage in (b"{", b"[" * 200_000, b"\xff", b"9" * 5000):
+        folder.summary_file.write_bytes(damage)
+        with pytest.raises(ServiceError, match=r"summary\.json cannot be read"):
+            folder.read_json(folder.summary_file)
+    (tmp_path / "connection.json").write_bytes(b"[" * 200_000)
+    assert folder.connection() is None
 
 
 def test_only_the_configured_producers_have_ports_that_were_seen_free(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from broker.messages import Group, Trajectory, VersionSpan
-from deploy.progress import Follower, step_line
+from deploy.progress import Follower, newest_step, step_line
 from deploy.report import balance_line, last_part, print_report, without_shared_lines
 from deploy.rollouts import Decoder, Shown, rollouts_of, show
 from deploy.screen import PartView, RunView, Screen, panel
+from headrace.errors import ServiceError
 from headrace.version import PolicyVersion
 
 
@@ -57,6 +59,22 @@ def test_a_follower_sees_whole_lines_once(tmp_path: Path) -> None:
         stream.write(": 3}\n")
     assert follower.read() == [{"step": 3}]
     assert Follower(file, from_end=True).read() == []
+
+
+def test_lines_that_are_no_steps_are_left_out_however_many(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    nested = b"[" * 100_000 + b"\n"
+    file.write_bytes(b'{"step": 7}\n{"step": "many"}\n{"step": null}\n' + nested * 12 + b"\0" * 3_000_000 + b"\n")
+    assert newest_step(file) == 7
+    with file.open("ab") as stream:
+        stream.write(b'{"step": 8, "idle_wait": 3}\n')
+    assert newest_step(file) == 8
+    assert step_line({"step": 8, "idle_wait": 3}, 9).startswith("step 8/9")
+
+
+def test_a_step_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=f"{tmp_path} cannot be read: Is a directory"):
+        newest_step(tmp_path)
 
 
 def test_without_a_terminal_there_are_only_lines() -> None:
