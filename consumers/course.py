@@ -284,7 +284,9 @@ class Course:
     async def _until(self, condition: Callable[[], bool], *, groups: bool = False) -> None:
         """Wait for arrivals until the condition holds or the service stops; keep the versions published meanwhile.
 
-        Raises ServiceError when it waits for groups and the run was without producers for as long as it may be.
+        Raises ServiceError when it waits for groups and none is to be expected: the run was without producers for as
+        long as it may be, or nothing but failures came. It has then ended the run as failed: another trainer would
+        find the same.
         """
         arrived, longest_s = self.intake.arrived, self.parts.config.broker.stream_block_ms / 1000
         while not condition() and not self.leaving():
@@ -293,7 +295,7 @@ class Course:
             again_s = self.saver.again_s
             await wait_for(arrived, wait_s if again_s is None else min(wait_s, again_s + 0.01))
             await self.versions.keep()
-            if groups and (reason := self.watch.deserted):
+            if groups and (reason := self.watch.deserted or self.intake.hopeless):
                 await self.saver.attempt()
                 await self.claim.port.finish(self.claim.fence, "failed", reason)
                 raise ServiceError(reason)

@@ -12,7 +12,6 @@ from consumers.claim import Claim
 from consumers.evaluation import Sheet
 from consumers.ingest import SeenTasks, entry, failed, judge
 from consumers.progress import Progress
-from headrace.errors import ServiceError
 
 MOST = 32
 """Groups taken at once."""
@@ -38,10 +37,18 @@ class Intake:
         self._seen = seen
         self._most_failures = HOPELESS * slots
         self._failures = 0
+        self._newest_failure = ""
         self.sheet: Sheet | None = None
         """The evaluation that is open now."""
         self.arrived = asyncio.Event()
-        """Set when a group came that a batch or an evaluation waits for."""
+        """Set when a group came that a batch or an evaluation waits for, or when none is to be expected any more."""
+
+    @property
+    def hopeless(self) -> str:
+        """Why the run is to end: nothing but failures has come for long. Empty while it is not to."""
+        if self._failures < self._most_failures:
+            return ""
+        return f"the last {self._failures} groups all failed; the newest: {self._newest_failure}"
 
     @property
     def missing(self) -> int:
@@ -54,7 +61,6 @@ class Intake:
             await self.receive(delivery)
 
     async def receive(self, delivery: GroupDelivery) -> None:
-        """Raises ServiceError when nothing but failures has come for long."""
         group = delivery.group
         if group.kind == "eval":
             await self._receive_evaluation(delivery)
@@ -146,6 +152,8 @@ class Intake:
         await self.settle(entries)
 
     def _count_failures(self, judged: tuple[Verdict, str]) -> None:
-        self._failures += judged[0] in ("failed", "dead")
-        if self._failures >= self._most_failures:
-            raise ServiceError(f"the last {self._failures} groups all failed; the newest: {judged[1]}")
+        if judged[0] in ("failed", "dead"):
+            self._failures += 1
+            self._newest_failure = judged[1]
+        if self.hopeless:
+            self.arrived.set()

@@ -65,6 +65,7 @@ def test_prompts_that_do_not_fit_end_the_run_with_a_sentence(launched: Launches,
     assert "groups all failed; the newest: 4 of 4 rollouts failed: prompt of " in done.stderr
     assert "tokens leaves no room for an answer in a context of 96 (model.context_length)" in done.stderr
     assert launched.steps() == []
+    assert not launched.happened("trainer", "replaced"), "the next one would fail as this one did"
     assert launched.processes() == []
     assert launched.segments == []
 

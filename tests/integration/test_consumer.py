@@ -141,6 +141,10 @@ async def test_failed_groups_do_not_stop_the_run_until_nothing_else_comes(begin:
     stderr = await trainers.end(process)
     assert process.returncode == ServiceError.exit_code
     assert "groups all failed; the newest: reward raised ValueError: no" in stderr
+    state = await port.state()
+    assert (state.status, state.reason) == ("failed", stderr.splitlines()[-1].split(": ", 1)[1])
+    made = len(lines(folder))
+    assert [e["step"] for e in events(folder) if e["event"] == "checkpoint"][-1] == made, "what was made is saved"
     sheet = next(sheet for sheet in await port.balance() if sheet.kind == "train")
     assert sheet.closed
     assert sheet.reasons["failed: reward raised ValueError: no"] == sheet.verdicts["failed"]

@@ -28,7 +28,6 @@ from consumers.intake import LATE, NEEDLESS, Intake
 from consumers.lag import History, Staleness
 from consumers.progress import Progress
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
@@ -266,14 +265,23 @@ async def test_tasks_that_nobody_finishes_fail_by_rule(side: Begin) -> None:
 
 async def test_a_run_in_which_everything_fails_ends(side: Begin) -> None:
     made = await side()
-    for _ in range(9):
+
+    async def fail() -> None:
         await made.admitter.fill()
         await made.play(outcome="failed")
         await made.intake.take(0)
+
+    for _ in range(9):
+        await fail()
+    assert made.intake.hopeless == ""
+    assert not made.intake.arrived.is_set()
+    await fail()
+    assert made.intake.hopeless == "the last 40 groups all failed; the newest: failed by rule"
+    assert made.intake.arrived.is_set(), "who waits for groups is woken"
     await made.admitter.fill()
-    await made.play(outcome="failed")
-    with pytest.raises(ServiceError, match="the last 40 groups all failed; the newest: failed by rule"):
-        await made.intake.take(0)
+    await made.play(1)
+    await made.intake.take(0)
+    assert made.intake.hopeless == "", "one that can be used is reason to go on"
 
 
 @dataclass
