@@ -14,6 +14,7 @@ from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
 from headrace.config import BrokerConfig
 from headrace.config_sources import resolve
 from headrace.errors import ConfigError, ServiceError
+from headrace.files import at_home
 from headrace.secret import redis_url
 
 NAME_OF_URL = "HEADRACE_REDIS_URL"
@@ -27,7 +28,7 @@ def told_url() -> str | None:
 
 def runs_folder() -> Path:
     """Where the runs of this working folder lie."""
-    return Path(resolve(None, os.environ, ()).config.run.folder).expanduser().absolute()
+    return at_home(resolve(None, os.environ, ()).config.run.folder, "run.folder").absolute()
 
 
 def named(run: str | None) -> str | None:

@@ -19,7 +19,7 @@ from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id
 from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
 from headrace.errors import ConfigError, ServiceError
-from headrace.files import write_json
+from headrace.files import at_home, write_json
 
 MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port"})
 """Keys that `--resume` may give another value: no step that was made depends on them."""
@@ -55,7 +55,7 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
         check_run_id(wish.run_id)
     _check_working_folder()
     resolved = resolve(wish.file, environ, wish.overrides)
-    runs = Path(resolved.config.run.folder).expanduser().absolute()
+    runs = at_home(resolved.config.run.folder, "run.folder").absolute()
     changes: tuple[str, ...] = ()
     if wish.resume:
         folder = _resumable(wish, runs)
@@ -171,22 +171,24 @@ def merged(stored: dict[str, Any], resolved: Resolved) -> tuple[Config, tuple[st
 def localized(config: Config) -> Config:
     """With absolute paths where a value is a file or folder of this machine: services may start in another folder."""
     tree = config.model_dump(mode="json")
-    model = Path(config.model.path).expanduser()
+    model = at_home(config.model.path, "model.path")
     if model.is_dir():
         tree["model"]["path"] = str(model.absolute())
-    tree["run"]["folder"] = str(Path(config.run.folder).expanduser().absolute())
+    tree["run"]["folder"] = str(at_home(config.run.folder, "run.folder").absolute())
     for environment in tree["environments"]:
         for named in (environment, *environment["reward"]):
-            named["name"] = _absolute_file(named["name"])
-    tree["evaluation"]["environment"] = _absolute_file(tree["evaluation"]["environment"])
+            named["name"] = _absolute_file(named["name"], "environments")
+    tree["evaluation"]["environment"] = _absolute_file(tree["evaluation"]["environment"], "evaluation.environment")
     return Config.model_validate(tree)
 
 
-def _absolute_file(reference: str) -> str:
+def _absolute_file(reference: str, key: str) -> str:
     """`path/to/file.py:object` with an absolute path; anything else as it is."""
     file, colon, name = reference.rpartition(":")
-    path = Path(file).expanduser()
-    return f"{path.absolute()}:{name}" if colon and path.suffix == ".py" and path.is_file() else reference
+    if not (colon and file.endswith(".py")):
+        return reference
+    path = at_home(file, key)
+    return f"{path.absolute()}:{name}" if path.is_file() else reference
 
 
 def check_ports(config: Config) -> None:

@@ -7,7 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ServiceError
+from headrace.errors import ConfigError, ServiceError
+
+
+def at_home(path: str, key: str) -> Path:
+    """The path with `~` and `~user` written out. Raises ConfigError, naming the key, where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = path.partition("/")[0]
+        raise ConfigError(
+            f"{key} = {path!r}: {user} is no home folder of this machine; write the folder's whole path"
+        ) from None
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -63,7 +63,11 @@ def _from_package(name: str) -> ModuleType:
 
 
 def _from_file(file: Path) -> ModuleType:
-    file = file.expanduser().resolve()
+    try:
+        file = file.expanduser().resolve()
+    except RuntimeError as error:
+        # No such user, or links in a ring.
+        raise _NotThere(f"file {file} cannot be found ({reason(error)})") from None
     # The name must be the same in every process, because answers of the file's own types are pickled by it.
     name = f"_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:

