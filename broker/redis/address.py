@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from redis.asyncio.connection import parse_url
 
@@ -13,6 +14,8 @@ _URL_PARTS = {"connection_class", "username", "password", "host", "port", "path"
 _TLS_PATHS = {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"}
 _TLS_PARAMETERS = _TLS_PATHS | {"ssl_cert_reqs", "ssl_check_hostname"}
 
+_CERTIFICATE_CHECKS = {"none", "optional", "required"}
+
 
 def parts_of(url: str) -> dict[str, Any]:
     """What the client reads from a URL, where a parameter wins over what the code sets (timeouts, protocol).
@@ -21,11 +24,12 @@ def parts_of(url: str) -> dict[str, Any]:
     """
     try:
         parts = dict(parse_url(url))
+        _check_form(url, parts)
     except ValueError:
         # Without its cause, which quotes the URL: a password with an unescaped "/" or "#" is read as a port.
         raise ConfigError(
             "the Redis URL must look like redis://[user:password@]host[:port][/db], rediss://… or unix://path, "
-            "with special characters of a password percent-encoded"
+            "with a number as db and special characters of a password percent-encoded"
         ) from None
     known = _URL_PARTS | (_TLS_PARAMETERS if url.startswith("rediss:") else set())
     if unknown := sorted(parts.keys() - known):
@@ -33,7 +37,22 @@ def parts_of(url: str) -> dict[str, Any]:
             f"the Redis URL has the parameter {unknown[0]!r}, which headrace does not take; leave it out "
             f"(with rediss:// it takes {', '.join(sorted(_TLS_PARAMETERS))})"
         )
+    check = parts.get("ssl_cert_reqs", "none")
+    if check not in _CERTIFICATE_CHECKS:
+        raise ConfigError(
+            f"ssl_cert_reqs in the Redis URL is {check!r}; it takes {', '.join(sorted(_CERTIFICATE_CHECKS))}"
+        )
     for name in sorted(_TLS_PATHS & parts.keys()):
         if not Path(str(parts[name])).exists():
             raise ConfigError(f"{name} in the Redis URL names {parts[name]}, which is not there")
     return parts
+
+
+def _check_form(url: str, parts: dict[str, Any]) -> None:
+    """Raises ValueError for what the client would read as something else: as no path, or as database 0."""
+    split = urlsplit(url)
+    if split.scheme == "unix":
+        if not parts.get("path"):
+            raise ValueError("no path of a socket")
+    elif not (unquote(split.path).removeprefix("/") or "0").isdecimal():
+        raise ValueError("no number of a database")

@@ -67,9 +67,19 @@ async def test_a_wrong_password_is_said_at_once(redis_server: RedisProcess) -> N
     await runs.close()
 
 
-def test_a_url_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="redis://"):
-        connect_runs("http://:secret@localhost")
+@pytest.mark.parametrize(
+    "url",
+    ["http://:secret@h", "unix://", "unix://:secret@", "redis://[::1", "redis://:secret@h/abc", "redis://h/0/1"],
+)
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="must look like redis://") as caught:
+        connect_runs(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_check_of_certificates_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"ssl_cert_reqs in the Redis URL is 'banana'; it takes none, optional, req"):
+        connect_runs("rediss://h?ssl_cert_reqs=banana")
 
 
 async def test_a_socket_of_this_machine(redis_process: Callable[..., RedisProcess]) -> None:
@@ -100,7 +110,12 @@ def test_a_parameter_that_would_break_the_connection_is_named(parameter: str) ->
 
 
 async def test_parameters_of_tls_and_of_the_database_are_taken() -> None:
-    for url in ("rediss://localhost?ssl_cert_reqs=none&ssl_check_hostname=no", "redis://localhost?db=3"):
+    for url in (
+        "rediss://localhost?ssl_cert_reqs=none&ssl_check_hostname=no",
+        "redis://localhost?db=3",
+        "redis://h/3",
+        "redis://h/",
+    ):
         await connect_runs(url).close()
 
 
