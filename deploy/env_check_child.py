@@ -21,13 +21,12 @@ from headrace.objects import shortened
 from producers.chat import ByteChat, Chat, TemplateChat
 from producers.engines.registry import build_engine
 from producers.environments.api import Environment
-from producers.environments.calls import Calls
 from producers.environments.lifetime import SETUP_S, set_up
 from producers.environments.registry import build_environment, environments_of, sizes_of
 from producers.group import play_group
 from producers.in_play import InPlay
-from producers.rollout import Player
 from producers.solo import FIRST, open_stage
+from producers.start import player_of
 
 LOAD_S = 300.0
 """For imports and data sets."""
@@ -112,8 +111,7 @@ async def _play(
     stack.push_async_callback(engine.close)
     await engine.start()
     await engine.commit(FIRST)
-    player = Player(engine, chat, config.sampling, Calls(deadline_s), environments_of(config))
-    stage = open_stage(scripted, player, {name: environment}, stack)
+    stage = open_stage(scripted, player_of(scripted, engine, chat), {name: environment}, stack)
     for index in range(min(GROUPS, len(environment))):
         tell.at(f"a rollout of train prompt {index}", LOAD_S + 4 * deadline_s)
         task = Task(f"check/{index}", "train", name, index, index, MEMBERS, FIRST, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from broker.messages import Task
@@ -14,13 +15,11 @@ from producers.chat import ByteChat, Chat, TemplateChat
 from producers.engines.api import Engine
 from producers.engines.registry import build_engine
 from producers.environments.api import Environment
-from producers.environments.calls import Calls
 from producers.environments.lifetime import set_up
 from producers.environments.registry import build_environment, environments_of
 from producers.group import Stage
-from producers.rewards.scorer import Scorer
 from producers.rollout import Played, Player
-from producers.start import MODELLESS
+from producers.start import MODELLESS, player_of, scorer_of, stage_of
 
 FIRST = PolicyVersion(1, 0)
 """What the engine's own weights, those of the model's folder, are called."""
@@ -39,7 +38,7 @@ async def open_player(config: Config, stack: AsyncExitStack) -> Player:
     stack.push_async_callback(engine.close)
     await engine.start()
     await engine.commit(FIRST)
-    return Player(engine, chat, config.sampling, Calls(config.producer.reward_deadline_s), environments_of(config))
+    return player_of(config, engine, chat)
 
 
 async def open_environments(config: Config, stack: AsyncExitStack) -> dict[str, Environment]:
@@ -57,25 +56,10 @@ def open_stage(
     heard: Callable[[Task, int, Played], None] | None = None,
 ) -> Stage:
     """Where whole groups are played and scored, as a producer does. Closing `stack` ends the scorer's processes."""
-    producer = config.producer
-    scorer = Scorer(
-        environments_of(config),
-        workers=producer.reward_workers,
-        deadline_s=producer.reward_deadline_s,
-        memory_mb=producer.reward_memory_mb,
-    )
+    scorer = scorer_of(config)
     stack.push_async_callback(scorer.close)
     scorer.start()
-    return Stage(
-        producer="solo",
-        player=player,
-        environments=environments,
-        scorer=scorer,
-        min_group_size=1,
-        rewarded=frozenset(entry.called for entry in config.environments if entry.reward),
-        grouped=frozenset(entry.called for entry in config.environments if any(part.group for part in entry.reward)),
-        heard=heard,
-    )
+    return replace(stage_of("solo", config, environments, player, scorer), min_group_size=1, heard=heard)
 
 
 def _folder(path: str) -> Path:

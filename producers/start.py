@@ -77,7 +77,7 @@ async def _assemble(
     )
     await _join(port, Hello(told.name, SCHEMA, digests, host, os.getpid(), metrics_url))
 
-    scorer = _scorer(config)
+    scorer = scorer_of(config)
     stack.push_async_callback(scorer.close)
     scorer.start()
     await set_up(environments, stack)
@@ -86,7 +86,7 @@ async def _assemble(
     gauges = Gauges(engine, metrics, journal_of(record.folder, told.name))
     stack.callback(gauges.close)
 
-    stage = _stage(told.name, config, environments, engine, chat, scorer)
+    stage = stage_of(told.name, config, environments, player_of(config, engine, chat), scorer)
     jobs = Jobs(told.name, port, stage, config, gauges, service.stopping)
     receiver = await _receiver(told, config, port, host, engine, jobs, gauges, stack)
     producer = Producer(
@@ -153,12 +153,14 @@ async def _serve(endpoint: Endpoint, host: str, port: int, stack: AsyncExitStack
     return url
 
 
-def _stage(
-    name: str, config: Config, environments: dict[str, Environment], engine: Engine, chat: Chat, scorer: Scorer
-) -> Stage:
+def player_of(config: Config, engine: Engine, chat: Chat) -> Player:
+    return Player(engine, chat, config.sampling, Calls(config.producer.reward_deadline_s), environments_of(config))
+
+
+def stage_of(name: str, config: Config, environments: dict[str, Environment], player: Player, scorer: Scorer) -> Stage:
     return Stage(
         producer=name,
-        player=Player(engine, chat, config.sampling, Calls(config.producer.reward_deadline_s), environments_of(config)),
+        player=player,
         environments=environments,
         scorer=scorer,
         min_group_size=config.producer.min_group_size,
@@ -167,7 +169,7 @@ def _stage(
     )
 
 
-def _scorer(config: Config) -> Scorer:
+def scorer_of(config: Config) -> Scorer:
     producer = config.producer
     return Scorer(
         environments_of(config),
