@@ -1,7 +1,7 @@
 """`headrace register`: a run's folder and its record at the broker, for services that something else starts.
 
-What `headrace up` does before it starts the services, so that compose, Kubernetes or a person can start them. A second time
-it goes on with the run that is there, and disturbs nothing.
+What `headrace up` does before it starts the services, so that compose, Kubernetes or a person can start them. A second
+time it goes on with the run that is there, and disturbs nothing.
 """
 
 from __future__ import annotations

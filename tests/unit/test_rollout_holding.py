@@ -6,10 +6,10 @@ import pytest
 
 from broker.messages import TaskDelivery
 from headrace.version import PolicyVersion
+from producers.backlog import room
 from producers.capacity import Capacity
 from producers.holding import Held, phase, too_old
 from producers.in_play import InPlay
-from producers.backlog import room
 from tests.support import make_task
 
 OLD, NEW = PolicyVersion(1, 4), PolicyVersion(2, 0)
