@@ -82,10 +82,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _file_items(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except OSError as error:
         raise ConfigError(f"config file {file} cannot be read: {os.strerror(error.errno or 0)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
+        raise ConfigError(f"config file {str(file)!r} cannot be read: {error}") from error
+    try:
+        tree = _parsed(content.decode())
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config file {file} is not valid TOML: {error}") from error
     yield from flatten(tree)
 
@@ -100,11 +104,19 @@ def _readable(text: str, where: str) -> str:
 def scalar(text: str) -> Any:
     """A value as TOML would read it; anything that is not TOML is a plain string."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = _parsed(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
     # A line break in the text must not smuggle in more than one value.
     return parsed["value"] if len(parsed) == 1 else text
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Raises ValueError for what is not TOML, or has an integer of thousands of digits; RecursionError for brackets."""
+    tree = tomllib.loads(text)
+    # A hexadecimal one is read, and then neither shown nor written into a record.
+    repr(tree)
+    return tree
 
 
 def _put(tree: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:

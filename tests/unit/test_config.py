@@ -79,6 +79,9 @@ def test_the_redis_url_is_no_configuration_key() -> None:
             "run.seed=9999999999999999999999",
             "run.seed = 9999999999999999999999 (from command line): input should be less",
         ),
+        (f"run.seed={'9' * 5000}", "9999' (from command line): unable to parse input string as an integer"),
+        (f"run.seed=0x{'f' * 5000}", "ffff' (from command line): input should be a valid integer"),
+        (f"run.seed={'[' * 3000}", "[[[[' (from command line): input should be a valid integer"),
         ("producer.lease_s=1e300", "producer.lease_s = 1e+300 (from command line): input should be less than or equal"),
         ("sampling.stop=['']", "sampling.stop.0 = '' (from command line): string should have at least 1 character"),
         ('model.path="a\\u0000b"', "model.path = 'a\\x00b' (from command line): must not contain a null character"),
@@ -129,7 +132,15 @@ def test_an_item_of_a_list_is_named() -> None:
     assert text.startswith("environments.0.size (from command line) is not a known configuration key")
 
 
-@pytest.mark.parametrize(("content", "expected"), [(b"[run", "is not valid TOML"), (b"\xff\xfe", "is not valid TOML")])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"[run", "is not valid TOML"),
+        (b"\xff\xfe", "is not valid TOML"),
+        (b"[run]\nsteps=" + b"9" * 5000, "is not valid TOML: Exceeds the limit"),
+        (b"a=" + b"[" * 100_000, "is not valid TOML: maximum recursion"),
+    ],
+)
 def test_a_damaged_file_is_refused(content: bytes, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(content)
@@ -138,6 +149,7 @@ def test_a_damaged_file_is_refused(content: bytes, expected: str, tmp_path: Path
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert "cannot be read: No such file or directory" in sentence(file=tmp_path / "missing.toml")
+    assert sentence(file=Path("\0x")) == "config file '\\x00x' cannot be read: embedded null byte"
     assert "cannot be read: Is a directory" in sentence(file=tmp_path)
 
 
