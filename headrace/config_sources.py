@@ -88,7 +88,8 @@ def _file_items(file: Path) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
         raise ConfigError(f"config file {str(file)!r} cannot be read: {error}") from error
     try:
-        tree = _parsed(content.decode())
+        # With the mark that editors of Windows set before UTF-8.
+        tree = _parsed(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"config file {file} is not valid TOML: {error}") from error
     yield from flatten(tree)

@@ -153,6 +153,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert "cannot be read: Is a directory" in sentence(file=tmp_path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbf[run]\r\nsteps = 3\r\n")
+    assert resolve(file, {}, ()).config.run.steps == 3
+
+
 def test_an_empty_table_in_a_file_is_no_error(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[run]\n[trainer]\nclip_norm = 0.5\n")
