@@ -23,6 +23,7 @@ from headrace.files import at_home, write_json
 
 MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port"})
 """Keys that `--resume` may give another value: no step that was made depends on them."""
+_PORTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +193,19 @@ def _absolute_file(reference: str, key: str) -> str:
 
 
 def check_ports(config: Config) -> None:
-    """Raises ServiceError when a telemetry port that the run's services will need is taken."""
-    for offset in range(config.producer.count + 2 if config.telemetry.port else 0):
-        port = config.telemetry.port + offset
+    """Raises ServiceError when a telemetry port that the run's services will need is taken, ConfigError for none."""
+    services = config.producer.count + 2 if config.telemetry.port else 0
+    if config.telemetry.port + services > _PORTS:
+        raise ConfigError(
+            f"telemetry.port = {config.telemetry.port} leaves no ports for all {services} services, which take one "
+            f"each from there on; set it to {_PORTS - services} at most, or to 0 for free ones"
+        )
+    for port in range(config.telemetry.port, config.telemetry.port + services):
         with socket.socket(socket.AF_INET6 if ":" in config.telemetry.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((config.telemetry.host, port))
-            except (OSError, OverflowError) as error:
+            except OSError as error:
                 raise ServiceError(
                     f"port {port} on {config.telemetry.host} is taken (telemetry.port = {config.telemetry.port} and "
                     f"the ports after it, one per service): {error}; choose another, or 0 for free ones"

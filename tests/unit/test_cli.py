@@ -92,6 +92,7 @@ def test_usage_errors_are_clear(arguments: tuple[str, ...], sentence: str, tmp_p
         (("generate", "--model", "~nobody.here/m"), "model.path = '~nobody.here/m': ~nobody.here is no home"),
         (("up", "--set", "run.folder=~nobody.here"), "run.folder = '~nobody.here': ~nobody.here is no home folder"),
         (("up", "--set", "environments=[{name='~nobody.here/e.py:E'}]"), "environments = '~nobody.here/e.py': "),
+        (("up", "--set", "telemetry.port=65534"), "telemetry.port = 65534 leaves no ports for all 3 services, which"),
         (("status",), "no run is running in"),
         (("status", "--run", "gone"), "there is no run gone in"),
         (("rollouts",), "no run is running in"),
