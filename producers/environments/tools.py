@@ -23,6 +23,8 @@ from producers.environments.tool_schemas import Tool
 
 MOST_THREADS = 64
 """Calls of plain functions of this process that go on although nobody waits for them any more."""
+MOST_LATE = 1024
+"""The same of coroutine functions that do not end when they are cancelled."""
 LONGEST_RESULT = 4000
 """Letters of one result."""
 
@@ -77,12 +79,19 @@ class Toolbox:
         left_s = end - asyncio.get_running_loop().time()
         if left_s <= 0:
             return _failed(call, f"{call.name} was not called: the calls before it took {self._deadline_s:g} s")
+        return await self._made(call, tool, given, left_s)
+
+    async def _made(self, call: ToolCall, tool: Tool, given: Mapping[str, Any], left_s: float) -> Result:
+        if len(_late) >= MOST_LATE:
+            return _failed(call, f"{MOST_LATE} earlier calls of tools have not ended yet")
         # A task holds its exception as a value, whatever its type.
         task = asyncio.ensure_future(_value(tool.function, given))
         try:
             await asyncio.wait({task}, timeout=left_s)
         finally:
-            late = task.cancel()
+            if late := task.cancel():
+                _late.add(task)
+                task.add_done_callback(_ended)
         if late:
             return _failed(call, f"{call.name} took longer than {self._deadline_s:g} s")
         if task.cancelled():
@@ -134,8 +143,15 @@ class ToolUse:
         return None
 
 
+_late: set[asyncio.Task[Any]] = set()
 _left: set[threading.Thread] = set()
 """Of calls that nobody waits for any more; those that are waited for are bounded by the rollouts that play."""
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    _late.discard(task)
+    if not task.cancelled():
+        task.exception()  # seen: nobody asks for it any more
 
 
 async def _value(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import Annotated, Any, Literal, Optional
 
@@ -12,6 +13,7 @@ import pydantic
 import pytest
 
 from headrace.errors import EnvironmentLoadError
+from producers.environments import tools
 from producers.environments.api import Done, Message, ToolCall, Turn
 from producers.environments.tool_schemas import Tool, described
 from producers.environments.tools import LONGEST_RESULT, MOST_THREADS, Toolbox, ToolUse
@@ -264,6 +266,27 @@ async def test_threads_that_never_end_are_bounded() -> None:
     for thread in [thread for thread in threading.enumerate() if thread.name == "tool"]:
         thread.join(30)
     assert await results([hangs], ToolCall("hangs", {})) == ["null"]
+
+
+async def test_coroutines_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "MOST_LATE", 2)
+    let_go = asyncio.Event()
+
+    async def stays() -> None:
+        while not let_go.is_set():
+            with suppress(asyncio.CancelledError):
+                await let_go.wait()
+        raise OSError("told to nobody")
+
+    calls = [await results([stays], ToolCall("stays", {}), deadline_s=0.02) for _ in range(3)]
+    assert calls == [["Error: stays took longer than 0.02 s"]] * 2 + [
+        ["Error: 2 earlier calls of tools have not ended yet"]
+    ]
+    let_go.set()
+    await asyncio.wait(tools._late)
+    await asyncio.sleep(0)
+    assert not tools._late
+    assert await results([adds], ToolCall("adds", {"a": 1, "b": 2})) == ["3"]
 
 
 async def test_as_many_calls_may_be_waited_for_as_rollouts_play() -> None:
