@@ -37,6 +37,7 @@ urls = ["{url}"]
 groups_per_step = 2
 group_size = 4
 learning_rate = 1e-4
+autocast = "off"  # else it is measured, and the trainer's own log-probs may be those of bfloat16
 [staleness]
 max_lag = 2
 """
