@@ -69,10 +69,15 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
     if url:
         asyncio.run(_reach(url, config.broker))
     facts = inspect(config)
-    folder.make()
-    folder.lock()
-    write_json(folder.config_file, config.model_dump(mode="json"))
-    write_json(folder.facts_file, asdict(facts))
+    try:
+        folder.make()
+        folder.lock()
+        write_json(folder.config_file, config.model_dump(mode="json"))
+        write_json(folder.facts_file, asdict(facts))
+    except ServiceError:
+        if not wish.resume:
+            folder.discard()
+        raise
     return Plan(config, folder, facts, wish.resume, changes)
 
 

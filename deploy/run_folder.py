@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -89,6 +90,14 @@ class RunFolder:
             os.close(self._lock)
             self._lock = -1
 
+    def discard(self) -> None:
+        """Take a new run's folder away again: what its holder wrote first, and folders in which nothing is."""
+        written = [self.config_file, self.facts_file, self.path / "lock"] if self._lock >= 0 else []
+        for remove in (*(file.unlink for file in written), (self.path / "logs").rmdir, self.path.rmdir):
+            with contextlib.suppress(OSError):
+                remove()
+        self.unlock()
+
     @property
     def live(self) -> bool:
         """Whether a launcher on this machine holds it. The kernel drops the lock of a killed one."""
@@ -151,6 +160,8 @@ def write_private(file: Path, text: str) -> None:
             stream.write(text)
         temporary.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise ServiceError(f"{file} cannot be written: {error.strerror}") from error
 
 

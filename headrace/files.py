@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -22,10 +23,14 @@ def at_home(path: str, key: str) -> Path:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Replace a JSON file whole: a reader sees the old or the new one. Raises ServiceError on a full disk."""
+    """Replace a JSON file whole: a reader sees the old or the new one. Raises ServiceError on a full disk,
+    and leaves nothing there.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise ServiceError(f"{file} cannot be written: {error.strerror}") from error

@@ -4,6 +4,9 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -36,3 +39,26 @@ def test_a_launcher_whose_journal_is_full_goes_on(project: Project) -> None:
     assert out.count("launcher in trouble: journal") == 1
     assert "launcher goes on: its journal can be written again" in out
     assert project.happened("trainer", "ended") == 1
+
+
+def test_a_run_that_finds_no_room_for_its_configuration_leaves_nothing(project: Project) -> None:
+    code = """
+        import resource, sys
+        from deploy.cli import main
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+        sys.argv[1:] = ["up", "--model", "model"]
+        main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=project.folder,
+        env=project.environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr.startswith("headrace: ")
+    assert done.stderr.endswith("config.json cannot be written: File too large\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 7
+    assert list((project.folder / "runs").iterdir()) == []

@@ -1,11 +1,13 @@
 """Files and paths: what cannot be is a sentence, and leaves nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.files import at_home
+from deploy.run_folder import RunFolder, write_private
+from headrace.errors import ConfigError, ServiceError
+from headrace.files import at_home, write_json
 from headrace.objects import load_object
 
 
@@ -16,3 +18,27 @@ def test_a_home_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
         at_home("~nobody.here/x", "run.folder")
     with pytest.raises(ConfigError, match=r"environment 'x': file ~nobody\.here/x\.py cannot be found"):
         load_object("~nobody.here/x.py:Mine", "environment 'x'", ConfigError)
+
+
+@pytest.mark.parametrize("write", [lambda file: write_json(file, {}), lambda file: write_private(file, "{}")])
+def test_a_write_that_fails_leaves_nothing(write: Callable[[Path], None], tmp_path: Path) -> None:
+    """A folder in the file's place stands in for a disk that is full at the last moment."""
+    (tmp_path / "file").mkdir()
+    with pytest.raises(ServiceError, match="file cannot be written: Is a directory"):
+        write(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_new_run_that_cannot_be_written_leaves_what_others_put_there(tmp_path: Path) -> None:
+    holder, other = RunFolder(tmp_path / "r"), RunFolder(tmp_path / "r")
+    holder.make()
+    holder.lock()
+    write_json(holder.config_file, {})
+    other.discard()
+    assert holder.config_file.exists()
+    (holder.path / "notes").touch()
+    holder.discard()
+    assert [path.name for path in holder.path.iterdir()] == ["notes"]
+    (holder.path / "notes").unlink()
+    holder.discard()
+    assert not holder.path.exists()
