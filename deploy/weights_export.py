@@ -18,7 +18,7 @@ from headrace.config_sources import stored
 from headrace.errors import HeadraceError, Refused, WeightError
 from headrace.hosts import host_name
 from headrace.version import PolicyVersion
-from weightsync.leasing import leased
+from weightsync.leasing import exporter, leased
 
 LONGEST_S = 3600.0
 
@@ -29,7 +29,7 @@ async def export(run_id: str, port: WeightsPort, version: PolicyVersion, out: Pa
     Raises WeightError with the reason where this host's memory does not have the version whole.
     """
     record = await port.record()
-    lease_s, holder = stored(record.config).weights.lease_s, f"export-{host_name()}-{os.getpid()}"
+    lease_s, holder = stored(record.config).weights.lease_s, exporter(host_name(), str(os.getpid()))
     async with leased(port, version, holder, lease_s):
         manifest = await port.manifest(version)
         if manifest is None:

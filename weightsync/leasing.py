@@ -16,6 +16,11 @@ from headrace.version import PolicyVersion
 BASE = "base of "
 
 
+def exporter(host: str, process: str) -> str:
+    """The holder's name of a command on this host that exports a version; it gives no heartbeat."""
+    return f"export-{host}-{process}"
+
+
 def read(leased: Mapping[PolicyVersion, Sequence[str]]) -> set[PolicyVersion]:
     """Those of leased versions that somebody reads now."""
     return {version for version, holders in leased.items() if not all(name.startswith(BASE) for name in holders)}

@@ -12,7 +12,8 @@ for this service, except producers of a host that versions are brought to, each 
     orders    stream `orders`   an order, at most one block                 operator, trainer
 
 `follow` and `orders` notice `stopping` within one block, the others at once. After the loops, however they ended,
-`leave` removes the segments that nobody else will: bounded by `ASK_S` and `LEAVE_S`.
+`leave` removes the segments that nobody else will: bounded by `ASK_S` and `LEAVE_S`. It waits for the trainer's process
+or for readers on its own host, and they for nothing of it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from weightsync.between import Between
 from weightsync.books import Books, Check
 from weightsync.checking import first_damage
 from weightsync.digests import Pace
+from weightsync.leasing import exporter
 from weightsync.manifest import Manifest, decode
 from weightsync.mirror import Outcome
 from weightsync.retention import Held, freeable
@@ -46,7 +48,8 @@ log = logging.getLogger(__name__)
 ASK_S = 3.0
 """How long a leaving service tries to learn whether the run is over."""
 LEAVE_S = 10.0
-"""How long a service of a finished run waits for the trainer to unlink its own segments."""
+"""How long a service of a finished run waits for the trainer to unlink its own segments; one that leaves a running run,
+for readers of what it brought here."""
 CHECK_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 JOURNAL_EVERY_S = 10.0
 
@@ -197,18 +200,23 @@ class WeightService:
     async def leave(self) -> None:
         """After the loops: remove what nobody else will.
 
-        Of a running run, what a living trainer holds is kept, and what is pinned.
+        Of a running run, what a living trainer of this host holds is kept, and what is pinned. What was brought here
+        goes, since nobody would free it any more: once it is read no longer, or stays where that takes too long.
         """
         over = await self._over()
+        read: set[PolicyVersion] = set()
         if over:
             await self._await_trainer()
+        elif over is False:
+            read = await self._await_readers()
         for name in self._arena.segments(self._run_id):
-            kept = name.owner.alive or name.version in self._pinned
+            needed = name.version in read if self._brought(name) else name.owner.alive
+            kept = needed or name.version in self._pinned
             if (over or not kept) and await asyncio.to_thread(self._arena.remove, name):
                 self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
 
-    async def _over(self) -> bool:
-        """Say goodbye, and learn whether the run is over; not known counts as not over."""
+    async def _over(self) -> bool | None:
+        """Say goodbye, and learn whether the run is over; None where that is not known."""
         try:
             async with asyncio.timeout(ASK_S):
                 await self._port.retire(self.name)
@@ -218,9 +226,41 @@ class WeightService:
             return True
         except (BrokerError, TimeoutError) as error:
             log.warning(
-                "only what dead trainers left is removed, the run's state is not known: %s", error or "no answer"
+                "only what dead trainers left and what was brought here is removed, the run's state is not known: %s",
+                error or "no answer",
             )
-            return False
+            return None
+
+    async def _await_readers(self) -> set[PolicyVersion]:
+        """Wait until nobody on this host reads what was brought here, at most `LEAVE_S`; returns what is still read."""
+        brought = {name.version for name in self._arena.segments(self._run_id) if self._brought(name)}
+        read: set[PolicyVersion] = set()
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                # Leases lapse by themselves: nobody says so.
+                while brought and (read := brought & await self._read_here()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            log.warning("left in this host's memory, as they are still read: %s", ", ".join(map(str, sorted(read))))
+        except BrokerError as error:
+            log.warning("what was brought here is removed, who reads it is not known: %s", error)
+            return set()
+        return read
+
+    async def _read_here(self) -> set[PolicyVersion]:
+        """Versions that a process of this host has a lease on, an export's among them."""
+        leased, peers = await self._port.leased(), await self._port.peers()
+        here = {peer.name for peer in peers if peer.alive and peer.host == self._host}
+        exports = exporter(self._host, "")
+        return {
+            version
+            for version, holders in leased.items()
+            if any(holder in here or holder.startswith(exports) for holder in holders)
+        }
+
+    def _brought(self, name: SegmentName) -> bool:
+        """By this service, from another host."""
+        return name.owner == Owner.this() and not self._published_here(name)
 
     def _published_here(self, name: SegmentName) -> bool:
         """Not brought from another host, as far as is known."""

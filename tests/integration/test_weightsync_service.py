@@ -26,6 +26,7 @@ from headrace.config import BrokerConfig, Config, WeightsConfig
 from headrace.version import PolicyVersion
 from tests.weights import flip
 from weightsync.arena import Arena
+from weightsync.leasing import read
 from weightsync.manifest import Layout
 from weightsync.publisher import Publisher
 
@@ -263,6 +264,52 @@ async def test_what_is_pinned_outlives_its_trainer_and_the_service(
         code, said = await ended(process)
         assert code == 0, said
     assert [name.version.step for name in arena.segments(record.run_id)] == [1]
+
+
+@pytest.mark.parametrize("reader", ["", "producer", "export"])
+async def test_what_was_brought_from_another_host_goes_with_the_service_that_brought_it(
+    run: Run,
+    record: RunRecord,
+    redis_url: str,
+    arena: Arena,
+    publisher: Publisher,
+    tmp_path: Path,
+    wait_until: WaitUntil,
+    reader: str,
+) -> None:
+    """Of a run that goes on, though others of its host live; who reads it is waited for."""
+    (tmp_path / "other").mkdir()
+    there, version = Arena(tmp_path / "other"), PolicyVersion(1, 0)
+    with service(redis_url, record.run_id, arena), service(redis_url, record.run_id, there, HEADRACE_HOST="b") as other:
+        assert await publisher.publish(version, TENSORS)
+
+        async def on_host_b() -> list[Peer]:
+            return [peer for peer in await run.peers() if peer.role == "weights" and peer.host == "b" and peer.alive]
+
+        async def brought() -> bool:
+            sees = any(peer.state["head"] == str(version) for peer in await on_host_b())
+            return sees and bool(there.segments(record.run_id)) and not read(await run.leased())
+
+        await wait_until(brought, "the version is on the other host")
+        await run.heartbeat(Peer("producer-a", "producer", "a", 1, True, {}), 60)
+        await run.heartbeat(Peer("producer-b", "producer", "b", 1, True, {}), 60)
+        await run.lease(version, "producer-a", 60)
+        holder = {"producer": "producer-b", "export": "export-b-7"}.get(reader, "")
+        if holder:
+            await run.lease(version, holder, 60)
+        other.send_signal(signal.SIGTERM)
+        if holder:
+
+            async def said_goodbye() -> bool:
+                return not await on_host_b()
+
+            await wait_until(said_goodbye, "it leaves")
+            assert [name.version for name in there.segments(record.run_id)] == [version], "it is still read"
+            await run.release(version, holder)
+        code, said = await ended(other)
+        assert code == 0, said
+    assert list(there.folder.iterdir()) == []
+    assert [name.version for name in arena.segments(record.run_id)] == [version], "the trainer has it"
 
 
 async def test_service_of_a_deleted_run_ends_with_a_sentence(
