@@ -148,17 +148,18 @@ class Segment:
         self._file = file
 
     def ready(self) -> int:
-        """How many chunks may be read."""
+        """How many chunks may be read. Raises WeightError for a file that somebody has cut."""
         return self._progress()[0]
 
     @property
     def complete(self) -> bool:
+        """Raises WeightError as `ready` does."""
         return self._progress()[1]
 
     def digests(self, first: int, end: int) -> list[bytes]:
-        """Of these chunks, as its owner computed them."""
+        """Of these chunks, as its owner computed them. Raises WeightError as `ready` does."""
         place = _progress_at(self.nbytes) + _PROGRESS.size + DIGEST_BYTES * first
-        raw = os.pread(self._file, DIGEST_BYTES * (end - first), place)
+        raw = self._behind_the_data(DIGEST_BYTES * (end - first), place)
         return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
 
     def read(self, start: int, views: Sequence[memoryview]) -> None:
@@ -186,10 +187,16 @@ class Segment:
             self._file = -1
 
     def _progress(self) -> tuple[int, bool]:
-        raw = os.pread(self._file, _PROGRESS.size, _progress_at(self.nbytes))
+        raw = self._behind_the_data(_PROGRESS.size, _progress_at(self.nbytes))
         magic, nbytes, chunks, complete = _PROGRESS.unpack(raw)
         # Nothing is written there before the first chunk is ready.
         return (chunks, bool(complete)) if (magic, nbytes) == (_MAGIC, self.nbytes) else (0, False)
+
+    def _behind_the_data(self, nbytes: int, place: int) -> bytes:
+        raw = os.pread(self._file, nbytes, place)
+        if len(raw) != nbytes:
+            raise WeightError(f"weight segment {self.name} was cut to {os.fstat(self._file).st_size} bytes")
+        return raw
 
 
 class Arena:

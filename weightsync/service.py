@@ -311,6 +311,9 @@ class WeightService:
                 return "vanished", ""
             try:
                 damage = first_damage(segment, manifest, part, self._pace)
+            except WeightError as error:
+                # Somebody has cut it since it was opened.
+                damage = str(error)
             finally:
                 segment.close()
             if damage:

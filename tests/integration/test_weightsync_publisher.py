@@ -19,9 +19,10 @@ from headrace.telemetry.metrics import Metrics
 from headrace.version import PolicyVersion
 from tests.weights import HOST, LAYOUT, Trainer, flat, gated, tensors, training
 from weightsync import filling
-from weightsync.arena import Arena, NewSegment
+from weightsync.arena import Arena, NewSegment, Segment
 from weightsync.digests import Pace, digest_of
 from weightsync.leasing import BASE
+from weightsync.manifest import Layout
 from weightsync.publisher import Publisher
 from weightsync.service import WeightService
 
@@ -224,6 +225,24 @@ async def test_head_of_a_dead_trainer_stays_however_old_until_the_next_one_publi
     await publisher.close()
     with pytest.raises(WeightError, match="its publisher is closed"):
         await publisher.publish(version, tensors(0))
+
+
+async def test_segment_that_is_cut_while_it_is_checked_is_damaged(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = weight_service(trainer)
+    assert await trainer.publish(0)
+    opened = trainer.arena.open
+
+    def cut(name: str, layout: Layout, part: int = 0) -> Segment | None:
+        segment = opened(name, layout, part)
+        os.truncate(trainer.arena.folder / name, 5)
+        return segment
+
+    monkeypatch.setattr(trainer.arena, "open", cut)
+    check, reason = service._verify(await trainer.manifest(0))
+    assert check == "damaged"
+    assert "gave 5 bytes of 64" in reason
 
 
 def weight_service(trainer: Trainer) -> WeightService:

@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.version import PolicyVersion
 from tests.bulk import LAYOUT, RUN, VERSION, Publication, Site, Sites, Wire, content, digests, pull
+from tests.support import wait_until
 from weightsync.arena import Arena
 from weightsync.bulk.auth import HELLO_BYTES, PROOF_BYTES
 from weightsync.bulk.frames import HEADER_BYTES
@@ -64,6 +66,29 @@ def offsets(limit: int) -> list[int]:
     parents = HANDSHAKE + HEADER_BYTES
     frames = [*range(0, HANDSHAKE, 5), *range(HANDSHAKE, limit, 3)]
     return [at for at in frames if at < parents + 80 + HEADER_BYTES or at % 97 < 3]
+
+
+async def test_a_segment_that_is_cut_while_it_is_sent_ends_the_connection_only(sites: Sites) -> None:
+    origin, here = sites("origin", wait_s=30.0), sites("here")
+    version = origin.publish(chunks=2)
+    transport = here.transport()
+    source = await transport.open(version.manifest, 0)
+    assert not isinstance(source, Unavailable)
+    place = Placement(LAYOUT, 0, np.zeros(LAYOUT.nbytes, np.uint8))
+    assert len(await source.fetch(range(7), place, Pace())) == 2  # type: ignore[arg-type]
+    waiting = asyncio.create_task(source.fetch(range(2, 7), place, Pace()))
+    await wait_until(lambda: origin.server.uploads == 1, "it is asked")
+    os.truncate(origin.arena.folder / version.segment.name, 0)
+    assert isinstance(await waiting, Unavailable)
+    await source.close()
+    await transport.close()
+    await wait_until(lambda: origin.server.connections == 0, "the server has let go")
+    other = origin.publish(PolicyVersion(1, 8))
+    source = await (again := here.transport()).open(other.sealed, 0)
+    assert not isinstance(source, Unavailable)
+    assert np.array_equal(await pull(source), other.data), "it serves on"
+    await source.close()
+    await again.close()
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, Owner, Segment, SegmentName, default_folder
+from weightsync.bulk.shelf import Held, Shelf
 from weightsync.manifest import Layout, TensorSpec
 
 VERSION = PolicyVersion(1, 7)
@@ -118,6 +119,49 @@ def test_reader_sees_how_far_a_segment_is(arena: Arena) -> None:
     assert (reader.ready(), reader.digests(0, 3), reader.complete) == (3, digests, True)
     reader.close()
     reader.close()
+
+
+@pytest.mark.parametrize("left", [0, 5, 4096, 4096 + 32])
+def test_segment_that_somebody_cuts_is_a_sentence(arena: Arena, left: int) -> None:
+    name = fill(arena)
+    whole, segment = arena.open(str(name), LAYOUT), arena.open(str(name), LAYOUT)
+    assert whole is not None
+    assert segment is not None
+    held = Held(segment, name.owner)
+    os.truncate(arena.folder / str(name), left)
+    sentence = f"weight segment {name} was cut to {left} bytes"
+    with pytest.raises(WeightError, match=sentence):
+        whole.digests(0, 3)
+    if left <= 4096:
+        for look in (whole.ready, lambda: whole.complete, lambda: held.grown(0, 1.0, lambda _: True)):
+            with pytest.raises(WeightError, match=sentence):
+                look()
+    if left < 4096:
+        with pytest.raises(WeightError, match="cannot be mapped"), held.view(0, 1):
+            pass
+    assert Shelf(arena, "run").find(VERSION, 0, LAYOUT.nbytes, LAYOUT.chunk_bytes) is None
+    whole.close()
+    held.close()
+
+
+def test_segment_that_is_cut_as_it_is_looked_for_is_not_there(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [fill(arena), fill(arena)]
+    opened = arena.open
+
+    def cut(name: str, layout: Layout, part: int = 0) -> Segment | None:
+        segment = opened(name, layout, part)
+        os.truncate(arena.folder / str(names[0]), 0)
+        return segment
+
+    monkeypatch.setattr(arena, "open", cut)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    held = Shelf(arena, "run").whole(VERSION, 0, LAYOUT.nbytes, LAYOUT.chunk_bytes)
+    assert held is not None
+    assert held.segment.name == str(names[1])
+    held.close()
+    os.truncate(arena.folder / str(names[1]), 0)
+    assert Shelf(arena, "run").whole(VERSION, 0, LAYOUT.nbytes, LAYOUT.chunk_bytes) is None
+    assert len([*Path("/proc/self/fd").iterdir()]) == before, "no file stays open"
 
 
 def test_segment_is_private_and_wholly_reserved(arena: Arena) -> None:

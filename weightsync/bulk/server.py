@@ -155,6 +155,10 @@ class BulkServer:
             log.info("the weight service dropped a connection: %s", error)
         except PairBroken as error:
             log.warning("the weight service ends a pair: %s", error)
+        except WeightError as error:
+            # What it was sending is not in this memory any more.
+            self._books.count(gone=1)
+            log.warning("the weight service ends a connection: %s", error)
         except TimeoutError:
             self._books.count(stalled=1)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, Owner, Segment
+from weightsync.arena import Arena, Owner, Segment, SegmentName
 from weightsync.manifest import Layout
 
 LOOK_S = 0.002
@@ -26,9 +27,15 @@ class Held:
 
     @contextmanager
     def view(self, start: int, end: int) -> Iterator[memoryview]:
-        """These bytes, mapped; afterwards their pages are no longer part of this process. `start` begins a chunk."""
+        """These bytes, mapped; afterwards their pages are no longer part of this process. `start` begins a chunk.
+
+        Raises WeightError for a file that somebody has cut.
+        """
         if self._mapping is None:
-            self._mapping = mmap.mmap(self.segment.fileno(), self.segment.nbytes, prot=mmap.PROT_READ)
+            try:
+                self._mapping = mmap.mmap(self.segment.fileno(), self.segment.nbytes, prot=mmap.PROT_READ)
+            except ValueError as error:
+                raise WeightError(f"weight segment {self.segment.name} cannot be mapped: {error}") from error
         with memoryview(self._mapping) as whole, whole[start:end] as view:
             yield view
         page = start - start % mmap.PAGESIZE
@@ -37,7 +44,7 @@ class Held:
     def grown(self, chunk: int, seconds: float, ended: Callable[[float], bool]) -> int:
         """How many chunks are ready: as soon as `chunk` is among them, else after so many seconds.
 
-        `ended` waits, and says whether nobody wants to know any more.
+        `ended` waits, and says whether nobody wants to know any more. Raises WeightError for a file that was cut.
         """
         until = time.monotonic() + seconds
         while (ready := self.segment.ready()) <= chunk and time.monotonic() < until and not ended(LOOK_S):
@@ -80,31 +87,48 @@ class Shelf:
     def find(self, version: PolicyVersion, part: int, nbytes: int, chunk_bytes: int) -> Held | None:
         """The segment of this part that is furthest; None when there is none of this size."""
         best: Held | None = None
+        furthest = -1
         # The tensors of it are of no matter here.
         layout = Layout((), nbytes, chunk_bytes=chunk_bytes)
-        try:
-            names = [
-                name for name in self._arena.segments(self._run_id) if (name.version, name.part) == (version, part)
-            ]
-            for name in names:
-                segment = self._arena.open(str(name), layout)
-                if segment is None:
+        with contextlib.suppress(WeightError):
+            # Where the whole folder is gone, it is not here.
+            for name in self._arena.segments(self._run_id):
+                if (name.version, name.part) != (version, part) or (segment := self._open(name, layout)) is None:
                     continue
-                if best is not None and segment.ready() <= best.segment.ready():
+                if (ready := _ready(segment)) <= furthest:
                     segment.close()
                     continue
                 if best is not None:
                     best.close()
-                best = Held(segment, name.owner)
-        except WeightError:
-            # Not of this size, or the whole folder is gone: either way it is not here.
-            return best
+                best, furthest = Held(segment, name.owner), ready
         return best
 
     def whole(self, version: PolicyVersion, part: int, nbytes: int, chunk_bytes: int) -> Held | None:
         """As `find`, where it is complete."""
         held = self.find(version, part, nbytes, chunk_bytes)
-        if held is None or held.segment.complete:
+        if held is None or _complete(held.segment):
             return held
         held.close()
         return None
+
+    def _open(self, name: SegmentName, layout: Layout) -> Segment | None:
+        """None when it is gone, or not of this size."""
+        try:
+            return self._arena.open(str(name), layout)
+        except WeightError:
+            return None
+
+
+def _ready(segment: Segment) -> int:
+    """-1 for a file that somebody has cut since it was opened."""
+    try:
+        return segment.ready()
+    except WeightError:
+        return -1
+
+
+def _complete(segment: Segment) -> bool:
+    try:
+        return segment.complete
+    except WeightError:
+        return False
