@@ -21,7 +21,7 @@ from producers.engines.sglang.staged import Staged
 from tests.sglang_servers import scored, stage
 from tests.support import wait_until
 from tests.vllm.test_engine import BOUND, PROMPT, apart, ask
-from tests.vllm_servers import START_S, VllmServer, save_small_llama, small_llama
+from tests.vllm_servers import CONTEXT, START_S, VllmServer, save_small_llama, small_llama
 from weightsync.manifest import Layout
 
 pytestmark = pytest.mark.timeout(600)
@@ -158,17 +158,17 @@ async def test_a_tied_head_stays_old_and_the_update_is_refused(tied: tuple[VllmS
 async def test_a_server_that_is_killed_and_comes_back_goes_on(tied: tuple[VllmServer, Path]) -> None:
     server, folder = tied
     options = Options.model_validate({"urls": [server.url], "updates": "none", "poll_s": 0.1, "outage_s": START_S})
-    engine = OpenAIEngine(folder, options, slots=4, context_length=480)
+    engine = OpenAIEngine(folder, options, slots=4, context_length=CONTEXT)
     await engine.start()
     try:
         await engine.commit(FIRST)
-        call = asyncio.create_task(engine.generate(ask("t/0/0", max_new_tokens=440)))
+        call = asyncio.create_task(engine.generate(ask("t/0/0", max_new_tokens=CONTEXT - 40)))
         await engine.generate(ask("t/1/0", max_new_tokens=2))
         server.kill()
         await wait_until(lambda: engine.replicas[0].state == "broken", "it is found out")
         server.restart()
         done = await call
-        assert len(done.token_ids_N) == 440
+        assert len(done.token_ids_N) == CONTEXT - 40
         right = scored(small_llama(tie_word_embeddings=True), PROMPT, done.token_ids_N.tolist())
         assert apart(done, right) < BOUND
     finally:

@@ -30,6 +30,10 @@ COLDEST = 0.01
 _PROCESSED = "start vLLM with --logprobs-mode processed_logprobs"
 
 
+MOST_STOPS = 4
+"""Of OpenAI's interface, which vLLM keeps to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a server was seen to give."""
@@ -45,6 +49,8 @@ class Found:
     def fault(self, sampling: SamplingParams) -> str | None:
         """Why it cannot sample with these values and tell their log-probs, or None."""
         temperature = sampling.temperature
+        if len(sampling.stop) > MOST_STOPS:
+            return f"{len(sampling.stop)} stop strings: the interface takes {MOST_STOPS}; shorten sampling.stop"
         if 0 < temperature < COLDEST:
             return f"temperature {temperature:g}: a server would sample at {COLDEST}; set it to 0, or to that or more"
         if temperature == 0:
