@@ -218,7 +218,9 @@ class Replica(abc.ABC):
         since, looks = time.monotonic(), 0
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._doubt.wait(), self._patience.poll_s)
+                # Not asyncio.wait_for, which loses a cancellation that comes together with the event (Python 3.11).
+                async with asyncio.timeout(self._patience.poll_s):
+                    await self._doubt.wait()
             if self._is("broken"):
                 raise ServerBroken(self.why)
             looks += 1

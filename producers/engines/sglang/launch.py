@@ -104,7 +104,8 @@ class Server:
         descriptor = os.dup(self._pidfd)
         loop.add_reader(descriptor, ended.set)
         try:
-            await asyncio.wait_for(ended.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await ended.wait()
         except TimeoutError:
             return False
         finally:
