@@ -216,13 +216,13 @@ def list_runs(as_json: JsonOption = False) -> None:
 @runs_app.command("delete")
 def delete_run(run_id: Annotated[str, typer.Argument(metavar="ID")]) -> None:
     """Delete a run's folder and keys. A live run is refused."""
-    from deploy.connections import open_runs, runs_folder
+    from deploy.connections import living, open_runs, runs_folder
     from deploy.run_folder import check_run_id
     from deploy.runs import delete
 
     async def ask() -> str:
         async with open_runs() as broker:
-            return await delete(check_run_id(run_id), runs_folder(), broker)
+            return await delete(check_run_id(run_id), runs_folder(), broker, await living(run_id))
 
     typer.echo(f"deleted {_wait(ask())}")
 

@@ -13,7 +13,7 @@ from broker.connect import Run, connect_run, connect_runs
 from deploy.run_folder import Connection, RunFolder, check_run_id, local_runs
 from headrace.config import BrokerConfig
 from headrace.config_sources import resolve
-from headrace.errors import ConfigError, ServiceError
+from headrace.errors import ConfigError, Refused, ServiceError
 from headrace.files import at_home
 from headrace.secret import redis_url
 
@@ -86,6 +86,20 @@ async def open_runs() -> AsyncIterator[Runs | None]:
         yield runs
     finally:
         await runs.close()
+
+
+async def living(run_id: str) -> list[str]:
+    """Services of a run that live by the broker which the environment names, whoever started them."""
+    url = told_url()
+    if not url:
+        return []
+    port = connect_run(url, run_id, _config())
+    try:
+        return sorted(peer.name for peer in await port.peers() if peer.alive)
+    except Refused:
+        return []  # the broker has no such run
+    finally:
+        await port.close()
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,11 +58,15 @@ def _row(run: RunFolder) -> RunRow:
     return RunRow(run.run_id, state, newest_step(run.steps_file), str(run.path), reason)
 
 
-async def delete(run_id: str, folder: Path, broker: Runs | None) -> str:
-    """Delete folder, keys and segments; returns what was deleted. Raises ConfigError for a live or unknown run."""
+async def delete(run_id: str, folder: Path, broker: Runs | None, alive: Sequence[str] = ()) -> str:
+    """Delete folder, keys and segments; returns what was deleted. `alive` are services that the broker knows to live.
+
+    Raises ConfigError for a live or unknown run.
+    """
     run = RunFolder(folder / run_id)
-    if run.live:
-        raise ConfigError(f"run {run_id} is running; `headrace stop --run {run_id}` ends it first")
+    if run.live or alive:
+        who = f" ({', '.join(alive)})" if alive else ""
+        raise ConfigError(f"run {run_id} is running{who}; `headrace stop --run {run_id}` ends it first")
     in_broker = broker is not None and run_id in await broker.ids()
     if not run.config_file.exists() and not in_broker:
         raise ConfigError(f"there is no run {run_id} in {folder}; `headrace runs list` names all")

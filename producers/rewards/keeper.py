@@ -13,6 +13,7 @@ output, as JSON, why: {"exit": code}, {"signal": number}, {"memory": bytes} or {
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -105,4 +106,6 @@ def _watch(worker: int, parent_fd: int, limit: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     told = keep(*(int(text) for text in sys.argv[1:4]))
-    os.write(1, json.dumps(told).encode())
+    # A producer that was killed hears nothing any more.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, json.dumps(told).encode())

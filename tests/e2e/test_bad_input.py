@@ -22,7 +22,7 @@ WRONG_VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("run.steps='many'", ("run.steps = 'many' (from command line)", "integer")),
     ("producer.slots=4", ("trainer.group_size: 8 rollouts do not fit into producer.slots = 4", "raise the slots")),
     ("sampling.max_new_tokens=512", ("sampling.max_new_tokens: 512 leaves no room", "model.context_length = 512")),
-    ("producer.engine='vllm'", ("producer.engine = 'vllm'", "scripted, torch")),
+    ("producer.engine='vllm'", ("producer.engine = 'vllm'", "openai, scripted, sglang, torch")),
     ("evaluation.prompts=2000", ("evaluation.prompts = 2000", "has only")),
     ("evaluation.environment='sums'", ("'sums' is none of the environments (arithmetic)", "weight = 0")),
     ("telemetry.host='0.0.0.0'", ("telemetry.host = '0.0.0.0' (from command line)", "'127.0.0.1'")),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.api import RunRecord
+from broker.api import Peer, RunRecord
 from broker.connect import connect_run, connect_runs
 from headrace.errors import BrokerUnavailable, ConfigError
 
@@ -17,11 +17,15 @@ STEPS = "--set", "run.steps=3"
 
 
 def register(url: str, folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return headrace(url, folder, "register", "--set", "producer.engine=scripted", *arguments, **environ)
+
+
+def headrace(url: str, folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     known = {"PYTHONPATH": str(Path.cwd()), "PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     if url:
         known["HEADRACE_REDIS_URL"] = url
     return subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "register", "--set", "producer.engine=scripted", *arguments],
+        [sys.executable, "-m", "deploy.cli", *arguments],
         cwd=folder,
         env=known | environ,
         capture_output=True,
@@ -73,6 +77,24 @@ async def test_a_run_is_registered_once_and_then_gone_on_with(
     finally:
         await runs.delete(run_id)
         await runs.close()
+
+
+async def test_a_run_whose_services_somebody_started_by_hand_is_not_deleted(
+    redis_url: str, run_id: str, tmp_path: Path, model: tuple[str, str]
+) -> None:
+    assert register(redis_url, tmp_path, *model, "--run", run_id).returncode == 0
+    port = connect_run(redis_url, run_id)
+    try:
+        await port.heartbeat(Peer("p1", "producer", "h", 1, True, {}), 60.0)
+        refused = headrace(redis_url, tmp_path, "runs", "delete", run_id)
+        assert refused.returncode == ConfigError.exit_code
+        assert f"run {run_id} is running (p1); `headrace stop --run {run_id}` ends it first" in refused.stderr
+        assert (tmp_path / "runs" / run_id).exists()
+        await port.retire("p1")
+    finally:
+        await port.close()
+    assert headrace(redis_url, tmp_path, "runs", "delete", run_id).returncode == 0
+    assert not (tmp_path / "runs" / run_id).exists()
 
 
 def test_what_is_missing_is_one_sentence(redis_url: str, tmp_path: Path, model: tuple[str, str]) -> None:
