@@ -72,7 +72,8 @@ class Tracker:
         me.address, me.seen, me.suspect_until, me.holds = address, now, 0.0, False
         known = {origin, *(other.address for other in pullers.values() if other is not me)}
         me.parent = parent or (me.parent if me.parent in known else "")
-        if me.parent in failed:
+        # One that left and came again is younger now than those whom it had served.
+        if me.parent in failed or me.parent in _younger(pullers, name):
             me.parent = ""
         candidates = [*self._candidates(pullers, me, origin, failed)]
         if me.parent:
@@ -112,3 +113,9 @@ class Tracker:
         while len(self._pulls) > MAX_PULLS:
             del self._pulls[min(other for other in self._pulls if other != key)]
         return pullers
+
+
+def _younger(pullers: dict[str, _Puller], name: str) -> set[str]:
+    """Addresses of those that came after this one."""
+    names = [*pullers]
+    return {pullers[other].address for other in names[names.index(name) + 1 :]}

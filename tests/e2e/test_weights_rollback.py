@@ -82,8 +82,10 @@ class Live:
         found: list[str] = []
 
         def pins() -> bool:
-            found[:] = [version for version, row in self.versions().items() if row["head"]]
-            return self.launches.headrace("weights", "pin", *found).returncode == 0
+            # By name it may be freed before the command has started.
+            done = self.launches.headrace("weights", "pin", "head")
+            found[:] = done.stdout.partition("keeps weight version ")[2].split()[:1]
+            return done.returncode == 0
 
         wait_here(pins, "the newest version is pinned", PATIENCE_S)
         return found[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.version import PolicyVersion
@@ -103,6 +103,8 @@ events = st.lists(
 )
 
 
+# One that has left and comes again is behind those whom it had served.
+@example([("ask", 0), ("ask", 1), ("leave", 0), ("ask", 0), ("ask", 1)], 1, set())
 @given(events, st.integers(1, 3), st.sets(st.integers(0, 7)))
 def test_no_ring_no_crowd_and_about_one_from_the_origin(
     history: list[tuple[str, int]], slots: int, leaves: set[int]
