@@ -182,6 +182,8 @@ def headrace(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env={**os.environ, "COLUMNS": "200"},
+        # A shell that runs the tests in its background has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
