@@ -176,14 +176,13 @@ def test_what_a_command_names_goes_before_what_the_file_says(tmp_path: Path) -> 
 
 def headrace(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "deploy.cli", *arguments],
+        # A shell that runs the tests in its background has this signal ignored.
+        ["env", "--default-signal=INT", sys.executable, "-m", "deploy.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         env={**os.environ, "COLUMNS": "200"},
-        # A shell that runs the tests in its background has it ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
