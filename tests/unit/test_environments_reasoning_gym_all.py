@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import shutil
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
