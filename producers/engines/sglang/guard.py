@@ -8,12 +8,12 @@ server started, and comes when the thread ends that forked.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
 
 GRACE_S = 3.0
 """From being asked to being killed."""
@@ -52,9 +52,8 @@ def _wait(server: subprocess.Popen[bytes]) -> bool:
 
 def _end_group(server: subprocess.Popen[bytes]) -> None:
     os.killpg(0, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while server.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(GRACE_S)
     os.killpg(0, signal.SIGKILL)
 
 
