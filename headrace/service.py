@@ -148,10 +148,14 @@ def collect_seldom() -> None:
 def _install_signals(service: Service) -> None:
     loop = asyncio.get_running_loop()
     current = asyncio.current_task()
+    signalled = False
 
     def on_signal(number: int) -> None:
-        if service.stopping.is_set() and current is not None:
+        nonlocal signalled
+        # Signals are counted, not stops: one that leaves by itself, at the end of a run, may be told so besides.
+        if signalled and current is not None:
             current.cancel()
+        signalled = True
         service.stop(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 Launch = Callable[..., subprocess.Popen[str]]
 PRELUDE = """
-import asyncio, atexit, signal, sys
+import asyncio, atexit, os, signal, sys
 from headrace.errors import BrokerUnavailable
 from headrace.service import Service, main
 
@@ -36,6 +37,11 @@ async def start(service):
                 await asyncio.sleep(0.05)
             except asyncio.CancelledError:
                 pass  # as a library that loses a cancellation
+    async def ends():
+        service.stop("its work is done")
+        print("leaving", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        print("left", flush=True)
     async def exits():
         async with asyncio.TaskGroup() as group:
             group.create_task(leaves())
@@ -47,7 +53,7 @@ async def start(service):
     for name in sys.argv[1:]:
         service.add(name, locals()[name])
 
-sys.exit(main("test", start, drain_s=0.2))
+sys.exit(main("test", start, drain_s=float(os.environ["DRAIN_S"])))
 """
 
 
@@ -58,9 +64,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     script.write_text(textwrap.dedent(PRELUDE))
     started: list[subprocess.Popen[str]] = []
 
-    def start(*loops: str) -> subprocess.Popen[str]:
+    def start(*loops: str, drain_s: str = "0.2") -> subprocess.Popen[str]:
         command = [sys.executable, str(script), *loops]
-        environment = {"PYTHONPATH": str(Path.cwd())}
+        environment = {"PYTHONPATH": str(Path.cwd()), "DRAIN_S": drain_s}
         started.append(
             subprocess.Popen(
                 command,
@@ -94,6 +100,26 @@ def test_a_signal_to_a_process_that_is_leaving_is_no_death(launch: Launch) -> No
     out, err = process.communicate(timeout=30)
     assert (out, err, process.returncode) == ("1 1\n", "", 0)
     assert signal.SIG_IGN == 1
+
+
+def test_the_first_signal_to_a_service_that_leaves_by_itself_cuts_nothing_short(launch: Launch) -> None:
+    process = launch("ends", drain_s="600")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "leaving\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate("\n", timeout=30)
+    assert (out, err, process.returncode) == ("left\n", "", 0)
+
+
+def test_a_second_signal_ends_it_at_once(launch: Launch) -> None:
+    process = launch("stuck", drain_s="600")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert process.returncode == 130
 
 
 def test_a_loop_that_does_not_drain_is_cancelled(launch: Launch) -> None:
