@@ -28,13 +28,21 @@ async def start(service: Service, told: Invocation) -> None:
     from headrace.telemetry.endpoint import Endpoint
     from headrace.telemetry.metrics import Metrics
     from headrace.telemetry.phases import Lane
+    from weightsync.arena import Arena
     from weightsync.publisher import Publisher
 
     taken = await take_run(port, told.resume)
     lane, metrics = Lane("trainer", "load"), Metrics(told.run_id, told.name)
     parts = await asyncio.to_thread(build, taken, lane)
     lane.enter("other")
-    publisher = Publisher(port, taken.fence, parts.layout, told.run_id, config.weights.max_live_versions)
+    publisher = Publisher(
+        port,
+        taken.fence,
+        parts.layout,
+        told.run_id,
+        config.weights.max_live_versions,
+        arena=Arena(run_folder=taken.record.folder),
+    )
     labels = {environment.called for environment in config.environments}
     progress = Progress(parts.folder, lane, metrics, taken.fence.incarnation, labels)
     progress.bounds(config.staleness.max_lag, config.broker.retain_bytes)

@@ -99,7 +99,7 @@ class Launcher:
         self._supervisor: Supervisor | None = None
         self._started = time.monotonic()
         # Without a folder for weights nothing can run: that is said before anything does.
-        self._arena = Arena()
+        self._arena = Arena(run_folder=plan.folder.path)
         self._outage = Outage(plan.config.broker.connect_timeout_s, plan.config.broker.outage_s)
         self._roll_call = RollCall(plan.config, self._report)
         self._scalings: list[Scaling] = []

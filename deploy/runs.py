@@ -79,7 +79,7 @@ async def delete(run_id: str, folder: Path, broker: Runs | None, alive: Sequence
         except OSError as error:
             raise ServiceError(f"run folder {run.path} cannot be deleted: {error.strerror}") from error
         deleted.append(str(run.path))
-    Arena().sweep(run_id)
+    Arena(run_folder=run.path).sweep(run_id)
     return " and ".join(deleted)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from broker.api import WeightsPort
+from broker.api import RunRecord, WeightsPort
 from deploy.ages import age
 from deploy.printable import printable
 from headrace.errors import ConfigError, WeightError, WireError
@@ -36,7 +36,7 @@ async def listed(run_id: str, port: WeightsPort) -> list[dict[str, Any]]:
     for peer in await port.peers():
         if peer.alive and peer.role == "producer":
             on_it.setdefault(str(peer.state.get("version")), []).append(peer.name)
-    here = _in_memory(run_id)
+    here = _in_memory(await port.record())
     found = []
     for version in sorted(await port.versions() | pinned, reverse=True):
         row = {
@@ -99,7 +99,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 async def _there(run_id: str, port: WeightsPort, version: PolicyVersion) -> None:
-    state = _facts(await port.manifest(version), _in_memory(run_id), 0.0)["state"]
+    state = _facts(await port.manifest(version), _in_memory(await port.record()), 0.0)["state"]
     if state == "gone":
         raise WeightError(f"run {run_id} has no weight version {version} (any more); see `headrace weights list`")
     if state == "coming":
@@ -131,9 +131,9 @@ def _state(manifest: Manifest, missing: Sequence[int]) -> str:
     return "sealed" if manifest.sealed else "coming"
 
 
-def _in_memory(run_id: str) -> set[tuple[PolicyVersion, int]]:
+def _in_memory(record: RunRecord) -> set[tuple[PolicyVersion, int]]:
     """Versions and parts of which this host has a segment; none where it has no memory for any."""
     try:
-        return {(name.version, name.part) for name in Arena().segments(run_id)}
+        return {(name.version, name.part) for name in Arena(run_folder=record.folder).segments(record.run_id)}
     except WeightError:
         return set()

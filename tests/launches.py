@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.support import wait_here
 
 CHECKOUT = Path(__file__).parent.parent
 MARK = "HEADRACE_LAUNCHED_BY"
@@ -22,6 +26,8 @@ class Launches:
         self.folder = folder
         self.runs = folder / "runs"
         self._cwd = cwd
+        # Tests run side by side, and two runs may have one id.
+        self.memory = Path(tempfile.mkdtemp(prefix="headrace-test-", dir="/dev/shm"))
         self._environ = {
             "PYTHONPATH": str(CHECKOUT),
             "HOME": str(folder),
@@ -29,6 +35,7 @@ class Launches:
             "COLUMNS": "200",
             "HEADRACE__RUN__FOLDER": str(self.runs),
             "HF_HUB_OFFLINE": "1",
+            "HEADRACE_SHM_DIR": str(self.memory),
             MARK: str(folder),
             **environ,
         }
@@ -72,8 +79,8 @@ class Launches:
         for process in self._started:
             process.kill()
             process.communicate(timeout=30)
-        for segment in self.segments:
-            Path("/dev/shm", segment).unlink(missing_ok=True)
+        wait_here(lambda: self.processes() == [], "all processes are gone")
+        shutil.rmtree(self.memory)
 
     @property
     def run(self) -> Path:
@@ -84,8 +91,7 @@ class Launches:
     @property
     def segments(self) -> list[str]:
         """Shared-memory segments of all runs here."""
-        names = [run.name for run in self.runs.iterdir()] if self.runs.exists() else []
-        return [file.name for name in names for file in Path("/dev/shm").glob(f"headrace-{name}-*")]
+        return [file.name for file in self.memory.iterdir()]
 
     def semaphores(self) -> list[str]:
         """Named ones that reward processes use now; a multiprocessing pool has some."""

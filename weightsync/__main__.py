@@ -30,7 +30,7 @@ async def start(service: Service, told: Invocation) -> None:
     record, config, port = await open_run(told.url, told.run_id)
     metrics = Metrics(told.run_id, told.name)
     journal = _journal(record, told.name)
-    arena, host = Arena(), host_name()
+    arena, host = Arena(run_folder=record.folder), host_name()
     block_ms = config.broker.stream_block_ms
     between = Between(
         arena, port, await port.secret(), told.run_id, host, config.weights, block_ms, service.stopping,

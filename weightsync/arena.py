@@ -9,7 +9,9 @@ it is: how many chunks are ready, in order, and the digest of each, so that a re
 The name alone says whose it is, so that the leftovers of a dead owner are told from the segments of a living one
 without asking it (`start` is the process's start time in clock ticks since boot, as a pid may be used again):
 
-    headrace-<run id>-<version>-<part>-<pid>-<start>-<pid namespace>-<nonce>
+    headrace-<run id>-<home>-<version>-<part>-<pid>-<start>-<pid namespace>-<nonce>
+
+`home` is a digest of the run's folder: it tells two runs apart that have one id, each on a Redis of its own.
 
 A spare, whose name ends in `-spare`, is memory that its owner will fill next: it belongs to no version yet.
 multiprocessing.shared_memory is not used: its resource tracker unlinks segments that other processes still own.
@@ -18,6 +20,7 @@ multiprocessing.shared_memory is not used: its resource tracker unlinks segments
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
 import re
@@ -49,7 +52,7 @@ _PROGRESS = struct.Struct("<4Q")
 _MAGIC = 0x31474553_45434152
 _NAME = re.compile(
     r"headrace-(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
-    r"-(?P<incarnation>\d{1,18})\.(?P<step>\d{1,18})-(?P<part>\d{1,4})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-(?P<namespace>\d{1,20})-(?P<nonce>[0-9a-f]{8})(?P<spare>-spare)?"
+    r"-(?P<home>[0-9a-f]{8})-(?P<incarnation>\d{1,18})\.(?P<step>\d{1,18})-(?P<part>\d{1,4})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-(?P<namespace>\d{1,20})-(?P<nonce>[0-9a-f]{8})(?P<spare>-spare)?"
 )
 
 
@@ -80,11 +83,12 @@ class SegmentName:
     nonce: str
     part: int = 0
     spare: bool = False
+    home: str = "0" * 8
 
     def __str__(self) -> str:
         owner = self.owner
         whose = f"{owner.pid}-{owner.start}-{owner.namespace}-{self.nonce}"
-        return f"headrace-{self.run_id}-{self.version}-{self.part}-{whose}{'-spare' if self.spare else ''}"
+        return f"headrace-{self.run_id}-{self.home}-{self.version}-{self.part}-{whose}{'-spare' if self.spare else ''}"
 
     @classmethod
     def parse(cls, text: str) -> SegmentName | None:
@@ -94,7 +98,8 @@ class SegmentName:
             return None
         version = PolicyVersion(int(match["incarnation"]), int(match["step"]))
         owner = Owner(int(match["pid"]), int(match["start"]), int(match["namespace"]))
-        return cls(match["run"], version, owner, match["nonce"], int(match["part"]), bool(match["spare"]))
+        part, spare = int(match["part"]), bool(match["spare"])
+        return cls(match["run"], version, owner, match["nonce"], part, spare, match["home"])
 
 
 class NewSegment:
@@ -202,13 +207,17 @@ class Segment:
 class Arena:
     """The segments of one host, in one folder."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Raises WeightError when there is no folder for segments."""
+    def __init__(self, folder: Path | None = None, *, run_folder: str | Path = "") -> None:
+        """`run_folder`: of the run that it is asked about, as its record names it.
+
+        Raises WeightError when there is no folder for segments.
+        """
         self.folder = folder if folder is not None else default_folder(os.environ)
+        self._home = hashlib.blake2b(str(run_folder).encode(), digest_size=4).hexdigest()
 
     def name(self, run_id: str, version: PolicyVersion, part: int = 0, *, spare: bool = False) -> SegmentName:
         """Of a segment that this process will make. Raises WeightError for a run id that cannot stand in one."""
-        name = SegmentName(run_id, version, Owner.this(), secrets.token_hex(4), part, spare)
+        name = SegmentName(run_id, version, Owner.this(), secrets.token_hex(4), part, spare, self._home)
         if SegmentName.parse(str(name)) is None:
             raise WeightError(
                 f"run id {run_id!r} cannot name a shared-memory segment; use letters, digits, dots and dashes"
@@ -258,7 +267,7 @@ class Arena:
         except OSError as error:
             raise WeightError(f"weight segments in {self.folder} cannot be listed: {error.strerror}") from error
         return sorted(
-            (name for name in found if name and (run_id is None or (run_id == name.run_id and not name.spare))),
+            (name for name in found if name and (run_id is None or (self._of(name, run_id) and not name.spare))),
             key=lambda name: (name.run_id, name.version),
         )
 
@@ -279,13 +288,16 @@ class Arena:
         """
         removed = []
         for name in self.segments():
-            if name.owner.alive or (name.run_id == keep_run and not name.spare):
+            if name.owner.alive or (self._of(name, keep_run) and not name.spare):
                 continue
-            if not name.spare and name.run_id != run_id and self._age_s(name) < orphan_age_s:
+            if not name.spare and not self._of(name, run_id) and self._age_s(name) < orphan_age_s:
                 continue
             if self.remove(name):
                 removed.append(name)
         return removed
+
+    def _of(self, name: SegmentName, run_id: str | None) -> bool:
+        return (name.run_id, name.home) == (run_id, self._home)
 
     def _age_s(self, name: SegmentName) -> float:
         try:

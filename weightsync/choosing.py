@@ -27,8 +27,9 @@ async def transport_of(
     config: WeightsConfig, port: WeightsPort, run_id: str, host: str, on_kind: Callable[[str], None]
 ) -> Transport:
     """Raises WeightError without a folder for shared memory or the wanted backend, BrokerUnavailable."""
+    arena = Arena(run_folder=(await port.record()).folder)
     if config.transport == "shm":
-        return AutoTransport(Arena(), host, port.peers, None, on_kind)
+        return AutoTransport(arena, host, port.peers, None, on_kind)
     known = Known({})
     tcp = TcpTransport(lambda: known.addresses, await port.secret(), run_id, host=host, codec=config.codec)
 
@@ -40,7 +41,7 @@ async def transport_of(
         return found
 
     remote = between_hosts(tcp, await backends_of(config))
-    return AutoTransport(Arena(), host, peers, remote, on_kind, local=config.transport != "tcp")
+    return AutoTransport(arena, host, peers, remote, on_kind, local=config.transport != "tcp")
 
 
 async def backends_of(config: WeightsConfig) -> tuple[str, ...]:

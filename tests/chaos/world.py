@@ -195,4 +195,4 @@ class World:
         self.archive.close()
         self.journal.close()
         # What killed processes leave in shared memory, a later run's service removes; here comes none.
-        Arena().sweep(self.record.run_id)
+        Arena(run_folder=self.record.folder).sweep(self.record.run_id)

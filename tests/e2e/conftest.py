@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.launches import Launches
-from tests.support import wait_here
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +21,6 @@ def launches(folder: Path) -> Iterator[Launches]:
     made = Launches(folder)
     yield made
     made.close()
-    wait_here(lambda: made.processes() == [], "all processes are gone")
 
 
 @pytest.fixture(scope="module")

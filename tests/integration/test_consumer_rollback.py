@@ -34,10 +34,15 @@ ROOM = 200_000
 Weights = dict[str, torch.Tensor]
 
 
+@pytest.fixture
+def arena(tmp_path: Path) -> Arena:
+    return Arena(run_folder=tmp_path / "run")
+
+
 @pytest.fixture(autouse=True)
-def pins_are_let_go(run_id: str) -> Iterator[None]:
+def pins_are_let_go(run_id: str, arena: Arena) -> Iterator[None]:
     yield
-    Arena().sweep(run_id)
+    arena.sweep(run_id)
 
 
 async def pinned_head(port: Run) -> tuple[PolicyVersion, Weights]:
@@ -119,7 +124,7 @@ async def test_weights_are_taken_back_to_the_last_step(begin: Begin, trainers: T
 
 
 async def test_what_cannot_be_had_is_refused_and_training_goes_on(
-    begin: Begin, trainers: Trainers, redis_server: Any, run_id: str
+    begin: Begin, trainers: Trainers, redis_server: Any, run_id: str, arena: Arena
 ) -> None:
     port, player, folder = await begin(
         run={"steps": 4000}, checkpoint={"every": 5, "keep": 1000}, evaluation={"prompts": 0}
@@ -131,7 +136,7 @@ async def test_what_cannot_be_had_is_refused_and_training_goes_on(
         version, _ = await pinned_head(port)
     player.paused = True
     assert "1.99 is not in any host's memory" in (await roll_back(port, "1.99", "a"))["refused"]
-    segment = Arena().folder / (await manifest(port, version)).parts[0].segment
+    segment = arena.folder / (await manifest(port, version)).parts[0].segment
     flip(segment, 1000)
     damaged = (await roll_back(port, version, "b"))["refused"]
     assert f"version {version} is damaged in the memory of this host: the digest of chunk 0 (" in damaged
@@ -147,7 +152,7 @@ async def test_what_cannot_be_had_is_refused_and_training_goes_on(
     assert not any("restored" in line for line in lines(folder))
 
     # Long freed, but there is a checkpoint of it.
-    await wait_until(lambda: not any(name.version.step == 5 for name in Arena().segments(run_id)), "1.5 is freed")
+    await wait_until(lambda: not any(name.version.step == 5 for name in arena.segments(run_id)), "1.5 is freed")
     player.paused = True
     assert list(answer := await roll_back(port, "1.5", "d")) == ["version"], answer
     loaded = checkpoint.load(checkpoint.folder_of(folder, PolicyVersion(1, 5)))
@@ -208,12 +213,14 @@ async def test_a_rollback_is_made_again_after_a_crash(begin: Begin, trainers: Tr
     assert sheet.closed
 
 
-async def test_the_history_forks_where_the_weights_are_gone(begin: Begin, trainers: Trainers, run_id: str) -> None:
+async def test_the_history_forks_where_the_weights_are_gone(
+    begin: Begin, trainers: Trainers, run_id: str, arena: Arena
+) -> None:
     port, player, folder = await begin(run={"steps": 40}, checkpoint={"every": 1000}, evaluation={"prompts": 0})
     step, version, _ = await killed_before_its_checkpoint(port, player, folder, trainers)
-    for name in Arena().segments(run_id):
+    for name in arena.segments(run_id):
         if name.version == version:
-            Arena().remove(name)
+            arena.remove(name)
     again = trainers.start("--resume")
     await wait_until(lambda: any(event["event"] == "forked" for event in events(folder)), "it says that it forks")
     (fork,) = [event for event in events(folder) if event["event"] == "forked"]

@@ -21,9 +21,10 @@ import pytest
 import torch
 
 from broker.api import Order, Peer, RunRecord, Runs
-from broker.connect import Run, connect_run
+from broker.connect import Run, connect_run, connect_runs
 from headrace.config import BrokerConfig, Config, WeightsConfig
 from headrace.version import PolicyVersion
+from tests.servers import RedisProcess
 from tests.weights import flip
 from weightsync.arena import Arena
 from weightsync.leasing import read
@@ -48,7 +49,7 @@ def record(run_id: str, tmp_path: Path) -> RunRecord:
 @pytest.fixture
 def arena(tmp_path: Path) -> Arena:
     (tmp_path / "shm").mkdir()
-    return Arena(tmp_path / "shm")
+    return Arena(tmp_path / "shm", run_folder=tmp_path / "run")
 
 
 @pytest.fixture
@@ -279,7 +280,7 @@ async def test_what_was_brought_from_another_host_goes_with_the_service_that_bro
 ) -> None:
     """Of a run that goes on, though others of its host live; who reads it is waited for."""
     (tmp_path / "other").mkdir()
-    there, version = Arena(tmp_path / "other"), PolicyVersion(1, 0)
+    there, version = Arena(tmp_path / "other", run_folder=tmp_path / "run"), PolicyVersion(1, 0)
     with service(redis_url, record.run_id, arena), service(redis_url, record.run_id, there, HEADRACE_HOST="b") as other:
         assert await publisher.publish(version, TENSORS)
 
@@ -310,6 +311,44 @@ async def test_what_was_brought_from_another_host_goes_with_the_service_that_bro
         assert code == 0, said
     assert list(there.folder.iterdir()) == []
     assert [name.version for name in arena.segments(record.run_id)] == [version], "the trainer has it"
+
+
+async def test_two_runs_of_one_id_leave_each_other_alone(
+    run: Run,
+    record: RunRecord,
+    redis_url: str,
+    redis_process: Callable[..., RedisProcess],
+    arena: Arena,
+    publisher: Publisher,
+    tmp_path: Path,
+    wait_until: WaitUntil,
+) -> None:
+    """On one host, each with a Redis of its own; the versions have the same names too."""
+    other_url, theirs = redis_process().url, Arena(arena.folder, run_folder=tmp_path / "other")
+    runs = connect_runs(other_url)
+    await runs.create(replace(record, folder=str(tmp_path / "other")))
+    other = connect_run(other_url, record.run_id)
+    second = Publisher(other, await other.take_fence(0), LAYOUT, record.run_id, 3, arena=theirs)
+    first, later = PolicyVersion(1, 0), PolicyVersion(1, 5)
+    assert await second.publish(first, TENSORS)
+    with service(redis_url, record.run_id, arena), service(other_url, record.run_id, theirs):
+        for step in range(6):
+            assert await publisher.publish(PolicyVersion(1, step), {**TENSORS, "w": torch.full((64, 8), float(step))})
+        for port, head in ((run, later), (other, first)):
+
+            async def verified(port: Run = port, head: PolicyVersion = head) -> bool:
+                return await checked(port, head) == "verified"
+
+            await wait_until(verified, "the head is verified")
+
+        async def freed() -> bool:
+            return [name.version for name in arena.segments(record.run_id)] == [later]
+
+        await wait_until(freed, "what the run needs no more is freed")
+        assert [name.version for name in theirs.segments(record.run_id)] == [first], "the other one needs it"
+    await second.close()
+    await other.close()
+    await runs.close()
 
 
 async def test_service_of_a_deleted_run_ends_with_a_sentence(

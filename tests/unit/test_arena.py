@@ -47,12 +47,15 @@ def read(segment: Segment | None) -> bytes:
 
 
 @contextmanager
-def owned_by_another_process(arena: Arena, run_id: str = "run") -> Iterator[subprocess.Popen[bytes]]:
+def owned_by_another_process(
+    arena: Arena, run_id: str = "run", run_folder: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
     """A child that made one segment and a spare, and then waits for its standard input to close."""
     code = (
         "import sys; from pathlib import Path; from weightsync.arena import Arena; "
         "from headrace.version import PolicyVersion; from weightsync.manifest import Layout; "
-        f"arena, layout = Arena(Path({str(arena.folder)!r})), Layout.of([('w', 'float32', (9,))]); "
+        f"arena = Arena(Path({str(arena.folder)!r}), run_folder={run_folder!r}); "
+        "layout = Layout.of([('w', 'float32', (9,))]); "
         f"arena.create({run_id!r}, PolicyVersion(1, 7), layout).seal(); "
         f"spare = arena.create({run_id!r}, PolicyVersion(1, 7), layout, spare=True); "
         "print('made', flush=True); sys.stdin.read()"
@@ -268,6 +271,20 @@ def test_orphans_of_other_runs_are_left_until_they_are_old(arena: Arena) -> None
     os.utime(arena.folder / str(name), (0, 0))
     assert arena.sweep(keep_run="other") == []
     assert arena.sweep("run") == [name]
+
+
+def test_two_runs_of_one_id_are_told_apart(tmp_path: Path) -> None:
+    """Each has a Redis of its own, which knows nothing of what the other one needs."""
+    here, there = Arena(tmp_path, run_folder="/here/runs/run"), Arena(tmp_path, run_folder="/there/runs/run")
+    mine = fill(here)
+    with owned_by_another_process(here, run_folder="/there/runs/run") as child:
+        child.kill()
+        child.wait()
+    assert here.segments("run") == [mine]
+    assert [name.owner.pid for name in there.segments("run")] == [child.pid]
+    assert [name.spare for name in here.sweep("run")] == [True], "what is the other run's may be needed there"
+    (left,) = there.segments("run")
+    assert there.sweep("run") == [left]
 
 
 def test_what_another_user_left_is_left(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
