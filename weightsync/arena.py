@@ -257,6 +257,9 @@ class Arena:
             raise WeightError(f"weight segment {name} has {found.st_size} bytes, its manifest says {size}")
         return Segment(name, file, layout.part_nbytes(part))
 
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
     def segments(self, run_id: str | None = None) -> list[SegmentName]:
         """What lies here, of one run or of all, oldest version first; spares count as segments of no run.
 

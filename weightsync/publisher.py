@@ -176,6 +176,18 @@ class Publisher:
             if self._newest is not None:
                 await self._port.publish_head(self._fence, self._newest.version, encode(self._newest))
 
+    def check_head(self) -> None:
+        """Raises WeightError where somebody has removed the head's segment: a producer that starts now would wait for
+        weights, and this trainer for its groups.
+        """
+        newest = self._newest
+        if newest is None or self._closing or self._arena.has(newest.parts[self._part].segment):
+            return
+        raise WeightError(
+            f"the weights of {newest.version} were removed from {self._arena.folder} by another program (systemd-logind "
+            "does so with RemoveIPC=yes once the user has logged out); a trainer that goes on publishes them again"
+        )
+
     async def close(self) -> None:
         """Unlink all segments of this incarnation that are not pinned. Idempotent; readers keep what they opened."""
         self._closing = True

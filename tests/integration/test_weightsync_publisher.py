@@ -295,6 +295,20 @@ async def test_the_base_of_a_delta_is_kept_as_long_as_there_is_room(trainer: Tra
     await trainer.port.release(trainer.version(0), BASE + "weights of another host")
 
 
+async def test_a_head_that_somebody_removed_is_found_out(trainer: Trainer) -> None:
+    trainer.publisher.check_head()
+    for step in range(2):
+        assert await trainer.publish(step)
+        await trainer.publisher.sealed()
+        trainer.publisher.check_head()
+    (await trainer.file(1)).unlink()
+    with pytest.raises(WeightError, match=r"the weights of 1\.1 were removed from .* by another program .*RemoveIPC"):
+        trainer.publisher.check_head()
+    assert await trainer.publish(2)
+    await trainer.publisher.sealed()
+    trainer.publisher.check_head()
+
+
 async def test_a_version_without_memory_is_skipped_once_there_was_some(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
