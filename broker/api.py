@@ -347,6 +347,10 @@ class OperatorPort(ServicePort, Protocol):
         """Bytes that the broker uses, of all its runs, and its limit; 0 where there is none, or it does not say."""
         ...
 
+    async def refusal(self) -> str:
+        """Why the broker takes no heartbeats now, as a sentence; empty while it does."""
+        ...
+
     async def set_status(self, status: RunStatus, reason: str) -> None: ...
 
     async def finished(self, after: str, block_ms: int) -> list[tuple[str, GroupDelivery, str]]:

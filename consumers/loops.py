@@ -144,10 +144,12 @@ class TrainerLoops:
         """Tells the broker that the trainer lives, and how it does; looks who else does."""
         while not self._over.is_set():
             await self._claim.confirm()
+            # Looked first: what it then says is no older than what others see of the run.
+            overdue = await self._watch.look(leaving=self._leaving)
             peer = Peer(NAME, "trainer", host_name(), os.getpid(), True, self._state())
             await self._port.heartbeat(peer, LEASE_S)
             self._contact = time.monotonic()
-            await self._intake.give_up(await self._watch.look())
+            await self._intake.give_up(overdue)
             self._look_at_lines()
             await wait_for(self._over, LEASE_S / 4)
 

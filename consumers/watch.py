@@ -37,14 +37,15 @@ class Watch:
             "`headrace up --resume` goes on with it"
         )
 
-    async def look(self) -> list[Task]:
+    async def look(self, *, leaving: bool) -> list[Task]:
         """Returns tasks that are overdue by more than a lease of a producer: whoever has them is stuck.
 
         Looked for once in a lease, and only while a producer is there: without one they are held by nobody, and the
-        run waits. Raises Fenced, BrokerUnavailable.
+        run waits. A trainer that is `leaving` misses no producers: they leave, too. Raises Fenced, BrokerUnavailable.
         """
         peers = await self._port.peers()
-        self._muster_producers(peers)
+        if not leaving:
+            self._muster_producers(peers)
         self.note(peers)
         self._progress.broker(await self._port.balance(), await self._port.depths(), *await self._port.memory())
         now = time.monotonic()

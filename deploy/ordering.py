@@ -14,7 +14,7 @@ from typing import Any
 from broker.api import OperatorPort, Order, Peer
 from deploy.connections import local_connection, open_operator, runs_folder, told_url
 from deploy.run_folder import Connection, RunFolder
-from headrace.errors import BrokerError, ServiceError, WeightError
+from headrace.errors import BrokerError, BrokerUnavailable, ServiceError, WeightError
 from headrace.version import PolicyVersion
 
 LOOK_S = 0.2
@@ -27,11 +27,11 @@ ROLLBACK_S = 900.0
 async def scale(run: str | None, count: int) -> str:
     """Ask the launcher for `count` producers; returns what it says happened. Raises ServiceError when it does not."""
     async with open_operator(run) as (run_id, operator):
-        launcher = await _alive(operator, "launcher")
-        if launcher is None:
-            raise ServiceError(
-                f"run {run_id} has no launcher that could start producers; start one by hand with `python -m producers`"
-            )
+        launcher = await _needed(
+            operator,
+            "launcher",
+            f"run {run_id} has no launcher that could start producers; start one by hand with `python -m producers`",
+        )
         order = Order("", "scale", target="producer", count=count, reason=_mark())
         return str(await _answer(run_id, operator, order, launcher, SCALE_S))
 
@@ -42,9 +42,9 @@ async def rollback(run: str | None, version: PolicyVersion) -> str:
     Raises WeightError with its reason when it does not, ServiceError when it does not answer.
     """
     async with open_operator(run) as (run_id, operator):
-        trainer = await _alive(operator, "trainer")
-        if trainer is None:
-            raise ServiceError(f"run {run_id} has no trainer that could roll back; `headrace up --resume` starts one")
+        trainer = await _needed(
+            operator, "trainer", f"run {run_id} has no trainer that could roll back; `headrace up --resume` starts one"
+        )
         order = Order("", "rollback", target=str(version), reason=_mark())
         answer = await _answer(run_id, operator, order, trainer, ROLLBACK_S)
         if "refused" in answer:
@@ -138,6 +138,16 @@ async def _order_stop(run_id: str) -> None:
 
 def _stop_order(target: str) -> Order:
     return Order("", "stop", target=target, reason="headrace stop")
+
+
+async def _needed(operator: OperatorPort, role: str, without: str) -> Peer:
+    """The one that lives. Raises ServiceError with the sentence `without`, BrokerUnavailable where nobody is seen."""
+    found = await _alive(operator, role)
+    if found is not None:
+        return found
+    if refusal := await operator.refusal():
+        raise BrokerUnavailable(f"{refusal}, and nobody can be seen meanwhile; make room, then try again")
+    raise ServiceError(without)
 
 
 async def _alive(operator: OperatorPort, role: str) -> Peer | None:

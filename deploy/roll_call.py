@@ -72,7 +72,8 @@ class RollCall:
             peer = by_pid.get(part.child.pid) if part.child is not None else None
             if peer is None:
                 continue
-            said, before = {trouble.reason for trouble in troubles(peer.state)}, self._troubles.get(part.name, set())
+            said = {trouble.reason for trouble in troubles(peer, self._peers)}
+            before = self._troubles.get(part.name, set())
             for reason in sorted(said - before):
                 self._report(part.name, "in trouble", reason)
             if before and not said:

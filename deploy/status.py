@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Set
 from dataclasses import asdict
 from typing import Any
 
@@ -26,32 +27,49 @@ async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
     peers = sorted(await operator.peers(), key=lambda peer: peer.name)
     depths = await operator.depths()
     used, limit = await operator.memory()
+    refusal = await operator.refusal()
     return {
         "run": run_id,
         **asdict(state),
+        "status": status_of(state, peers, refusal),
+        "refusal": refusal,
         "processes": [_process(asdict(peer), state.step) for peer in peers],
         "queues": asdict(depths),
         "memory": {"used": used, "limit": limit},
         "balance": {sheet.kind: sheet_fields(sheet) for sheet in await operator.balance()},
-        "notes": [*notes(state, peers, depths, time.time()), *memory_notes(used, limit)],
+        "notes": [*notes(state, peers, depths, time.time(), refusal), *memory_notes(used, limit)],
     }
 
 
-def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float) -> list[str]:
+def status_of(state: RunState, peers: list[Peer], refusal: str) -> str:
+    """That of the broker; "stopped" for a run that has not ended and of which nothing is alive."""
+    if state.status in ("finished", "failed") or refusal or any(peer.alive for peer in peers):
+        return state.status
+    return "stopped"
+
+
+def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float, refusal: str) -> list[str]:
     """What a person should know or do, one sentence each. `now` is in seconds since the epoch."""
     alive = [peer for peer in peers if peer.alive]
-    said = [(peer.name, trouble) for peer in alive for trouble in troubles(peer.state)]
+    said = [(peer.name, trouble) for peer in alive for trouble in troubles(peer, peers)]
     found = [f"{name}, for {age(max(0.0, now - trouble.since))}: {trouble.reason}" for name, trouble in said]
     roles = {peer.role for peer in alive} | {"producer" for _, trouble in said if trouble.kind == "producers"}
-    if state.status == "running" and "producer" not in roles:
-        found.append(
-            "no producer plays: one that was just started loads first; `headrace scale producer N` starts more"
-        )
-    if state.status == "running" and "trainer" not in roles:
-        found.append("no trainer is alive: until one has loaded, groups wait and nothing is trained")
+    if refusal:
+        found.append(f"{refusal}: no heartbeat passes, so that nobody can be seen; make room, and all go on")
+    elif status_of(state, peers, refusal) == "stopped":
+        found.append("no service is alive: `headrace up --resume` goes on with the run, or its services by hand")
+    elif state.status == "running":
+        found += _missing(roles)
     if depths.dead:
         found.append(f"{depths.dead} dead: see `headrace dead list`")
     return found
+
+
+def _missing(roles: Set[str]) -> Iterator[str]:
+    if "producer" not in roles:
+        yield "no producer plays: one that was just started loads first; `headrace scale producer N` starts more"
+    if "trainer" not in roles:
+        yield "no trainer is alive: until one has loaded, groups wait and nothing is trained"
 
 
 def memory_notes(used: int, limit: int) -> list[str]:
@@ -76,7 +94,7 @@ def _process(peer: dict[str, Any], step: int) -> dict[str, Any]:
 def show(console: Console, status: dict[str, Any]) -> None:
     reason = f" ({printable(status['reason'])})" if status["reason"] else ""
     console.print(f"run {status['run']}: {status['status']}{reason}, step {status['step']}", markup=False)
-    console.print(_processes(status["processes"]))
+    console.print(_processes(status["processes"], seen=not status["refusal"]))
     queues = status["queues"]
     console.print(
         f"tasks: {queues['tasks_waiting']} waiting, {queues['tasks_held']} held   "
@@ -90,9 +108,10 @@ def show(console: Console, status: dict[str, Any]) -> None:
         console.print(printable(note), style="yellow", markup=False)
 
 
-def _processes(processes: list[dict[str, Any]]) -> Table:
+def _processes(processes: list[dict[str, Any]], *, seen: bool) -> Table:
+    """`seen` says whether heartbeats tell who is alive."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("process", "role", "host", "pid", "alive", "version", "lag", "tokens/s", "idle"):
+    for column in ("process", "role", "host", "pid", "alive", "version", "transport", "lag", "tokens/s", "idle"):
         table.add_column(column, justify="right" if column in ("pid", "lag", "tokens/s", "idle") else "left")
     for peer in processes:
         said = peer["state"]
@@ -101,8 +120,9 @@ def _processes(processes: list[dict[str, Any]]) -> Table:
             peer["role"],
             peer["host"],
             str(peer["pid"]),
-            "yes" if peer["alive"] else "no",
+            "yes" if peer["alive"] else "no" if seen else "?",
             str(said.get("version") or ""),
+            str(said.get("transport") or ""),
             "" if peer["lag"] is None else str(peer["lag"]),
             _figure(said.get("tokens_per_s"), ".0f"),
             _figure(said.get("idle"), ".0%"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from broker.api import Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +17,16 @@ class Trouble:
     """Seconds since the epoch."""
 
 
-def troubles(said: dict[str, Any]) -> list[Trouble]:
-    """What is not of that form is left out."""
+def troubles(peer: Peer, peers: Sequence[Peer]) -> list[Trouble]:
+    """What one of `peers` says. Left out is what is not of that form, and a missing producer once there is one again:
+    who said that has not looked since."""
+    found = _said(peer.state)
+    if any(other.alive and other.role == "producer" for other in peers):
+        found = [trouble for trouble in found if trouble.kind != "producers"]
+    return found
+
+
+def _said(said: dict[str, Any]) -> list[Trouble]:
     rows = said.get("troubles")
     found = []
     for row in rows if isinstance(rows, list) else []:

@@ -38,6 +38,9 @@ class MemoryOperator(MemoryService):
     async def memory(self) -> tuple[int, int]:
         return 0, 0
 
+    async def refusal(self) -> str:
+        return ""
+
     async def set_status(self, status: RunStatus, reason: str) -> None:
         self.store.state = replace(self.store.state, status=status, reason=reason)
 

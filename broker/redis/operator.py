@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import get_args
 
+from redis import exceptions
+
 from broker.api import Balance, QueueDepths, RunStatus
 from broker.arrivals import limits_of
 from broker.bounds import KEEP_ENDED_MS
 from broker.messages import GroupDelivery, TaskKind
+from broker.redis.failures import worth_waiting
 from broker.redis.link import Link, stream_entries, text
 from broker.redis.service import RedisService
 from broker.redis.taking import arrival_of, small
@@ -50,6 +53,17 @@ class RedisOperator(RedisService):
     async def memory(self) -> tuple[int, int]:
         said = await self._link.send("INFO", "memory")
         return int(said["used_memory"]), int(said["maxmemory"])
+
+    async def refusal(self) -> str:
+        async def ask() -> str:
+            try:
+                # One that cannot write to its disk refuses even this.
+                await self._link.once(("PING",))
+            except exceptions.ResponseError as error:
+                return worth_waiting(error, self._link.place)
+            return ""
+
+        return await self._link.call(ask)
 
     async def set_status(self, status: RunStatus, reason: str) -> None:
         kept_ms = KEEP_ENDED_MS if status in ("finished", "failed") else 0

@@ -89,6 +89,26 @@ async def test_a_redis_whose_disk_refuses_is_one_sentence(
     await runs.close()
 
 
+async def test_whoever_looks_on_hears_that_the_disk_refuses(
+    redis_process: Callable[..., RedisProcess], record: RunRecord, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    server = redis_process("--dir", str(tmp_path / "disk"), "--appendonly", "no")
+    runs = connect_runs(server.url, HASTY)
+    await runs.create(record)
+    operator = connect_run(server.url, record.run_id, HASTY)
+    assert await operator.refusal() == ""
+    with redis.Redis.from_url(server.admin_url) as client:
+        client.config_set("save", "3600 1")
+        (tmp_path / "disk").rmdir()
+        client.bgsave()
+        await wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "Redis cannot save")
+        assert "cannot write to its disk" in await operator.refusal()
+        assert await operator.peers() == []
+    await operator.close()
+    await runs.close()
+
+
 async def test_at_maxmemory_new_work_waits_and_the_rest_goes_on(
     redis_process: Callable[..., RedisProcess], record: RunRecord
 ) -> None:

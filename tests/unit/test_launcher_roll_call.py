@@ -94,6 +94,21 @@ def test_what_the_trainer_cannot_go_on_for_is_told_once(
     ]
 
 
+def test_a_producer_that_came_since_is_not_told_as_missing(
+    roll_call: RollCall, events: Events, part: Callable[[str], Part]
+) -> None:
+    trainer = part("trainer")
+    alone = {"kind": "producers", "reason": "all producers are gone", "since": 1.0}
+    by_hand = Peer("by-hand", "producer", "elsewhere", 7, True, {})
+    for others in ([by_hand], [], [by_hand]):
+        roll_call.call([trainer], [peer(trainer, troubles=[alone]), *others], 1.0)
+    assert events == [
+        ("trainer", "joined", ""),
+        ("trainer", "in trouble", "all producers are gone"),
+        ("trainer", "goes on", ""),
+    ]
+
+
 def test_other_processes_are_nobody(roll_call: RollCall, events: Events, part: Callable[[str], Part]) -> None:
     stranger = Peer(
         "by-hand", "producer", socket.gethostname(), os.getpid(), True, {"troubles": [{"reason": "x", "since": 1}]}

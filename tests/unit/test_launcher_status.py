@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from broker.api import Peer, QueueDepths, RunState
+from broker.api import Peer, QueueDepths, RunState, RunStatus
 from deploy.ages import age
-from deploy.status import memory_notes, notes, show
+from deploy.status import memory_notes, notes, show, status_of
 from deploy.troubles import Trouble, troubles
 
 NOTHING_DEAD = QueueDepths(0, 0, 0, 0, 0)
@@ -22,31 +22,52 @@ def peer(name: str, role: str, *, alive: bool = True, **state: object) -> Peer:
 
 
 def test_a_run_that_is_well_has_no_notes() -> None:
-    assert notes(RUNNING, [peer("p", "producer"), peer("trainer", "trainer")], NOTHING_DEAD, NOW) == []
+    assert notes(RUNNING, [peer("p", "producer"), peer("trainer", "trainer")], NOTHING_DEAD, NOW, "") == []
 
 
 def test_what_is_missing_is_said() -> None:
-    found = notes(RUNNING, [peer("p", "producer", alive=False)], NOTHING_DEAD, NOW)
+    found = notes(RUNNING, [peer("p", "producer", alive=False), peer("weights", "weights")], NOTHING_DEAD, NOW, "")
     assert [note.partition(":")[0] for note in found] == ["no producer plays", "no trainer is alive"]
-    assert notes(RunState("finished"), [], NOTHING_DEAD, NOW) == []
+    assert notes(RunState("finished"), [], NOTHING_DEAD, NOW, "") == []
+
+
+@pytest.mark.parametrize("status", ["running", "stopping"])
+def test_a_run_of_which_nothing_is_alive_is_stopped(status: RunStatus) -> None:
+    gone = [peer("p", "producer", alive=False)]
+    assert status_of(RunState(status), gone, "") == "stopped"
+    (note,) = notes(RunState(status), gone, NOTHING_DEAD, NOW, "")
+    assert note.startswith("no service is alive: `headrace up --resume` goes on")
+    assert status_of(RunState(status), [peer("weights", "weights"), *gone], "") == status
+    assert status_of(RunState("failed"), gone, "") == "failed"
+
+
+def test_where_no_heartbeat_passes_nobody_is_missed() -> None:
+    refusal = "Redis at 127.0.0.1:6379 cannot write to its disk (No space left on device)"
+    gone = [peer("p", "producer", alive=False)]
+    assert status_of(RUNNING, gone, refusal) == "running"
+    (note,) = notes(RUNNING, gone, NOTHING_DEAD, NOW, refusal)
+    assert note.startswith(f"{refusal}: no heartbeat passes")
 
 
 def test_dead_letters_and_troubles_are_said() -> None:
     reason = "the checkpoint of step 4 cannot be written (No space left on device); it is tried again"
     trainer = peer("trainer", "trainer", troubles=[{"kind": "checkpoint", "reason": reason, "since": NOW - 42.3}])
-    found = notes(RUNNING, [peer("p", "producer"), trainer], QueueDepths(0, 0, 0, 0, 3), NOW)
+    found = notes(RUNNING, [peer("p", "producer"), trainer], QueueDepths(0, 0, 0, 0, 3), NOW, "")
     assert found == [f"trainer, for 42 s: {reason}", "3 dead: see `headrace dead list`"]
 
 
 def test_troubles_of_another_form_are_left_out() -> None:
-    assert troubles({}) == troubles({"troubles": "all of them"}) == []
-    assert troubles({"troubles": [{"reason": "x"}, "y", {"reason": "z", "since": 3}]}) == [Trouble("None", "z", 3.0)]
+    assert troubles(peer("p", "producer"), []) == troubles(peer("p", "producer", troubles="all of them"), []) == []
+    mixed = peer("p", "producer", troubles=[{"reason": "x"}, "y", {"reason": "z", "since": 3}])
+    assert troubles(mixed, [mixed]) == [Trouble("None", "z", 3.0)]
 
 
 def test_a_missing_producer_is_said_once() -> None:
     trouble = {"kind": "producers", "reason": "all producers are gone", "since": NOW - 3.0}
-    found = notes(RUNNING, [peer("trainer", "trainer", troubles=[trouble])], NOTHING_DEAD, NOW)
+    trainer = peer("trainer", "trainer", troubles=[trouble])
+    found = notes(RUNNING, [trainer], NOTHING_DEAD, NOW, "")
     assert found == ["trainer, for 3 s: all producers are gone"]
+    assert notes(RUNNING, [trainer, peer("p", "producer")], NOTHING_DEAD, NOW, "") == [], "it has come since"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +91,15 @@ def test_reasons_are_shown_as_they_are() -> None:
     figures = {"version": "[/1]", "tokens_per_s": 3, "idle": 0.5}
     named = {"name": "p\x1b[2J", "role": "producer", "host": "[/h]", "pid": 1, "alive": True}
     processes = [{**named, "state": figures, "lag": 0}]
-    state = {"run": "r", "status": "failed", "reason": "[red]no", "step": 3, "queues": queues, "processes": processes}
+    state = {
+        "run": "r",
+        "status": "failed",
+        "reason": "[red]no",
+        "step": 3,
+        "queues": queues,
+        "processes": processes,
+        "refusal": "",
+    }
     show(console, {**state, "balance": {"train": sheet}, "notes": ["1 dead: see [it]"]})
     assert isinstance(console.file, io.StringIO)
     said = console.file.getvalue()

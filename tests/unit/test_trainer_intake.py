@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.api import Balance, RunRecord
+from broker.api import Balance, Peer, RunRecord
 from broker.memory.runs import MemoryRun
 from broker.memory.store import RunStore
 from broker.messages import Group, GroupDelivery, TaskDelivery, Trajectory, VersionSpan
@@ -27,6 +27,8 @@ from consumers.ingest import SeenTasks
 from consumers.intake import LATE, NEEDLESS, Intake
 from consumers.lag import History, Staleness
 from consumers.progress import Progress
+from consumers.troubles import Troubles
+from consumers.watch import Watch
 from headrace.config import Config
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
@@ -327,3 +329,16 @@ async def test_every_task_has_one_verdict_and_the_slots_are_kept(turns: list[tup
             assert sheet.outstanding <= 4
             assert len(run.trained) == len(set(run.trained)) == sheet.verdicts.get("trained", 0)
         run.side.progress.close()
+
+
+async def test_a_trainer_that_leaves_does_not_miss_the_producers_that_leave_too(side: Begin) -> None:
+    made = await side()
+    troubles = Troubles()
+    watch = Watch(made.claim, Config(), made.progress, troubles)
+    await made.port.heartbeat(Peer("p", "producer", "here", 1, True, {}), 60.0)
+    await watch.look(leaving=False)
+    await made.port.retire("p")
+    await watch.look(leaving=True)
+    assert troubles.shown() == []
+    await watch.look(leaving=False)
+    assert [trouble["kind"] for trouble in troubles.shown()] == ["producers"]
