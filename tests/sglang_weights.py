@@ -13,9 +13,9 @@ import numpy as np
 
 from headrace.policy.loading import layout_of
 from headrace.version import PolicyVersion
-from producers.engines.sglang.answers import Generated
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.staged import Staged
 from producers.engines.sglang.client import SglangClient
-from producers.engines.sglang.staged import Staged
 from tests.tiny import tiny_llama
 from weightsync.manifest import Layout
 

@@ -11,6 +11,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.objects import load_function
 from producers.engines.api import Engine
+from producers.engines.stops import Decode
 
 Factory = Callable[[Config, Path, int], Engine]
 
@@ -64,50 +65,54 @@ def _torch(config: Config, model_folder: Path, seed: int) -> Engine:
 
 
 def _sglang(config: Config, model_folder: Path, seed: int) -> Engine:
+    from producers.engines.remote.options import parsed
     from producers.engines.sglang.engine import SglangEngine
-    from producers.engines.sglang.options import options_of
+    from producers.engines.sglang.options import Options
     from producers.engines.sglang.probing import sampling_fault
 
     sampling = config.sampling
     if fault := sampling_fault(sampling.temperature, sampling.top_p, sampling.top_k):
         raise ConfigError(fault)
 
-    @cache
-    def tokenizer() -> Any:
-        # Only stop strings that begin in one request to a server and end in the next need it.
-        from headrace.policy.loading import load_tokenizer
-
-        return load_tokenizer(model_folder)
-
     return SglangEngine(
         model_folder,
-        options_of(config.producer.engine_options),
+        parsed(Options, config.producer.engine_options),
         slots=config.producer.slots,
         context_length=config.model.context_length,
         dtype=config.model.dtype,
         seed=seed,
-        decode=lambda token_ids: str(tokenizer().decode(token_ids)),
+        decode=_decode(model_folder),
     )
 
 
 def _openai(config: Config, model_folder: Path, seed: int) -> Engine:
-    from headrace.policy.loading import load_tokenizer
     from producers.engines.api import SamplingParams
     from producers.engines.openai.engine import OpenAIEngine
     from producers.engines.openai.options import Options
-    from producers.engines.options import parsed
+    from producers.engines.remote.options import parsed
 
-    options, sampling = parsed(Options, config.producer.engine_options), config.sampling
-    tokenizer = load_tokenizer(model_folder)
+    sampling = config.sampling
     return OpenAIEngine(
         model_folder,
-        options,
+        parsed(Options, config.producer.engine_options),
         slots=config.producer.slots,
         context_length=config.model.context_length,
         seed=seed,
         sampling=SamplingParams(1, sampling.temperature, sampling.top_p, sampling.top_k),
-        decode=lambda token_ids: str(tokenizer.decode(token_ids)),
+        decode=_decode(model_folder),
     )
+
+
+def _decode(model_folder: Path) -> Decode:
+    """Only stop strings that begin in one request to a server and end in the next need the tokenizer."""
+
+    @cache
+    def tokenizer() -> Any:
+        from headrace.policy.loading import load_tokenizer
+
+        return load_tokenizer(model_folder)
+
+    return lambda token_ids: str(tokenizer().decode(token_ids))
 
 
 ENGINES: dict[str, Factory] = {"openai": _openai, "scripted": _scripted, "sglang": _sglang, "torch": _torch}

@@ -13,9 +13,10 @@ import pytest_asyncio
 from headrace.errors import EngineError
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, Request, SamplingParams
+from producers.engines.remote.options import parsed
 from producers.engines.sglang.engine import KEY_VARIABLE, SglangEngine
 from producers.engines.sglang.launch import Server
-from producers.engines.sglang.options import options_of
+from producers.engines.sglang.options import Options
 from tests.sglang_servers import scored, stage
 from tests.support import wait_until
 from tests.tiny import tiny_llama
@@ -35,7 +36,7 @@ def letters(token_ids: list[int]) -> str:
 
 
 def engine_at(server: Server, model: Path, **options: object) -> SglangEngine:
-    made = options_of({"urls": [server.url], "poll_s": 0.1, **options})
+    made = parsed(Options, {"urls": [server.url], "poll_s": 0.1, **options})
     return SglangEngine(model, made, slots=8, context_length=200, seed=3, decode=letters)
 
 
@@ -147,7 +148,7 @@ async def test_the_context_is_a_limit(engine: SglangEngine) -> None:
 
 
 async def test_the_context_is_also_the_servers(sglang_server: Server, sglang_model: Path) -> None:
-    made = SglangEngine(sglang_model, options_of({"urls": [sglang_server.url]}), slots=2, context_length=4096)
+    made = SglangEngine(sglang_model, parsed(Options, {"urls": [sglang_server.url]}), slots=2, context_length=4096)
     await made.start()
     await made.commit(FIRST)
     assert 480 < made.context_length < 512

@@ -13,12 +13,13 @@ import pytest_asyncio
 from headrace.errors import EngineError
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion
-from producers.engines.sglang.buffers import Buffers
+from producers.engines.remote.buffers import Buffers
+from producers.engines.remote.options import parsed
+from producers.engines.remote.staged import Staged
 from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.engine import SglangEngine
 from producers.engines.sglang.launch import Server
-from producers.engines.sglang.options import options_of
-from producers.engines.sglang.staged import Staged
+from producers.engines.sglang.options import Options
 from tests.sglang.test_engine import FIRST, PROMPT, SECOND, ask, letters
 from tests.sglang.test_engine import key as key
 from tests.sglang_proxy import FaultyProxy
@@ -41,7 +42,7 @@ async def make(sglang_model: Path) -> AsyncIterator[Make]:
     made: list[SglangEngine] = []
 
     async def build(*urls: str, **changes: object) -> SglangEngine:
-        options = options_of({"urls": list(urls), "poll_s": 0.1, "hang_s": 5.0, "outage_s": 60.0, **changes})
+        options = parsed(Options, {"urls": list(urls), "poll_s": 0.1, "hang_s": 5.0, "outage_s": 60.0, **changes})
         engine = SglangEngine(sglang_model, options, slots=8, context_length=200, seed=3, decode=letters)
         made.append(engine)
         await engine.start()

@@ -11,8 +11,9 @@ import numpy as np
 import psutil
 
 from headrace.version import PolicyVersion
+from producers.engines.remote.options import parsed
 from producers.engines.sglang.engine import SglangEngine
-from producers.engines.sglang.options import options_of
+from producers.engines.sglang.options import Options
 from producers.engines.sglang.replica import SglangReplica
 from tests.sglang.test_engine import FIRST, PROMPT, SECOND, ask, letters
 from tests.sglang_servers import scored, stage, tiny_spec
@@ -54,7 +55,7 @@ async def test_a_server_killed_in_mid_update_is_replaced_and_loses_no_request(
     spec = tiny_spec(sglang_model)
     given = {"launch": 2, "python": spec.python, "server_args": spec.args, "server_env": dict(spec.env), "poll_s": 0.1}
     engine = SglangEngine(
-        sglang_model, options_of(given), slots=8, context_length=200, dtype="float32", seed=3, decode=letters
+        sglang_model, parsed(Options, given), slots=8, context_length=200, dtype="float32", seed=3, decode=letters
     )
     (tmp_path / "logs").mkdir()
     engine.join_run("launched", str(tmp_path))

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import UpdateFailed
 from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.launch import Server
-from producers.engines.sglang.loading import MeansName, UpdateFailed
-from producers.engines.sglang.staged import Staged
-from producers.engines.sglang.updates import Updater, capabilities
+from producers.engines.sglang.loading import MeansName, capabilities
+from producers.engines.sglang.updates import Updater
 from tests.sglang_servers import tiny_spec
 from tests.sglang_weights import ROOM, assert_serves, body, fresh, patched, stage
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from producers.engines.remote.updating import UpdateFailed
 from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.launch import Server
-from producers.engines.sglang.loading import UpdateFailed
-from producers.engines.sglang.updates import Updater, capabilities
+from producers.engines.sglang.loading import capabilities
+from producers.engines.sglang.updates import Updater
 from tests.sglang_servers import save_model, tiny_spec
 from tests.sglang_weights import ROOM, assert_serves, fresh, model_of, renamed, stage
 from tests.tiny import SIZES

@@ -12,14 +12,15 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from producers.engines.remote.checksums import checksums_of
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import UpdateFailed
 from producers.engines.sglang import tensor
-from producers.engines.sglang.checksums import checksums_of
 from producers.engines.sglang.client import ServerGone, ServerRefused, SglangClient
 from producers.engines.sglang.collective import CollectiveMeans
 from producers.engines.sglang.launch import Server
-from producers.engines.sglang.loading import UpdateFailed
-from producers.engines.sglang.staged import Staged
-from producers.engines.sglang.updates import Updater, capabilities
+from producers.engines.sglang.loading import capabilities
+from producers.engines.sglang.updates import Updater
 from tests.sglang_weights import assert_serves, decoding, fresh, renamed, stage, tiny_layout
 from weightsync.manifest import Layout
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers.engines.sglang.answers import Generated
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.spans import Kv
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import UpdateFailed
 from producers.engines.sglang.client import SglangClient
-from producers.engines.sglang.loading import KvMode, MeansName, UpdateFailed
-from producers.engines.sglang.staged import Staged
-from producers.engines.sglang.updates import Updater, capabilities
+from producers.engines.sglang.loading import MeansName, capabilities
+from producers.engines.sglang.updates import Updater
 from tests.sglang_weights import (
     PROMPT,
     assert_serves,
@@ -32,7 +34,7 @@ from tests.sglang_weights import (
 )
 
 MEANS: tuple[MeansName, ...] = ("folder", "tensor", "collective")
-MODES: tuple[KvMode, ...] = ("keep", "recompute", "resume")
+MODES: tuple[Kv, ...] = ("keep", "recompute", "resume")
 UPDATES = 30
 TOKENS = 300
 
@@ -186,7 +188,7 @@ async def in_the_air(client: SglangClient, flights: list[Flight]) -> None:
     ],
 )
 async def test_thirty_updates_in_flight_lose_no_request(
-    kv: KvMode, means: MeansName, sglang_client: SglangClient, staged: Staged
+    kv: Kv, means: MeansName, sglang_client: SglangClient, staged: Staged
 ) -> None:
     updater = Updater(sglang_client, await capabilities(sglang_client), kv, means)
     flights: list[Flight] = []

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from producers.engines.api import Request, SamplingParams
-from producers.engines.http import ServerBroken
 from producers.engines.openai.answers import completed_decoder, generated, named_ids
 from producers.engines.openai.asking import completion_body
-from producers.engines.sglang.answers import Generated
-from producers.engines.sglang.job import Job
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.http import ServerBroken
+from producers.engines.remote.job import Job
 
 
 def answer(**choice: object) -> Generated:

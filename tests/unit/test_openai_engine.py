@@ -15,7 +15,7 @@ from headrace.version import PolicyVersion
 from producers.engines.api import Request, SamplingParams
 from producers.engines.openai.engine import OpenAIEngine
 from producers.engines.openai.options import Options
-from producers.engines.options import parsed
+from producers.engines.remote.options import parsed
 from tests.completion_server import CompletionServer, Lacks
 from tests.support import wait_until
 from weightsync.manifest import Layout

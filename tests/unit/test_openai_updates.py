@@ -7,6 +7,8 @@ import hashlib
 import pytest
 
 from producers.engines.openai.updates import ROUTES, by_rank, lack, mismatch
+from producers.engines.remote.checksums import Rank
+from producers.engines.remote.forms import Shard
 from weightsync.manifest import Layout
 
 NOTHING = hashlib.sha256().hexdigest()
@@ -77,7 +79,7 @@ def test_checksums_are_told_apart_by_rank_and_what_has_no_bytes_is_left_out() ->
             "dp0:pp0:pcp0:tp1:model.x.weight": NOTHING,
         }
     )
-    assert answer["ranks"] == [
-        {"checksums": {"model.norm.weight": "a" * 16}, "parallelism_info": {"tp_rank": 0, "tp_size": 2}},
-        {"checksums": {"model.norm.weight": "b" * 16}, "parallelism_info": {"tp_rank": 1, "tp_size": 2}},
+    assert answer == [
+        Rank({"model.norm.weight": "a" * 16}, Shard(0, 2)),
+        Rank({"model.norm.weight": "b" * 16}, Shard(1, 2)),
     ]

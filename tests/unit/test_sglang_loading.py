@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, WeightError
+from producers.engines.remote.spans import Kv
+from producers.engines.remote.updating import deadline_s, on_this_host
 from producers.engines.sglang.collective import address_towards
 from producers.engines.sglang.loading import (
     SLOWEST_BY,
     Capabilities,
-    KvMode,
     candidates,
-    deadline_s,
     described,
-    on_this_host,
     refuse_mode,
 )
 from producers.engines.sglang.tensor import buckets, with_last
@@ -72,7 +71,7 @@ def test_means_that_a_server_has_not_are_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute", "resume"])
-def test_only_keeping_needs_a_server_without_overlap(kv: KvMode) -> None:
+def test_only_keeping_needs_a_server_without_overlap(kv: Kv) -> None:
     refuse_mode(kv, server(disable_overlap_schedule=True))
     if kv == "keep":
         with pytest.raises(ConfigError, match=r'kv = "keep" needs .* --disable-overlap-schedule, or set kv = "recomp'):

@@ -10,8 +10,9 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ConfigError
 from producers.engines.registry import build_engine
+from producers.engines.remote.options import parsed
 from producers.engines.sglang.engine import SglangEngine
-from producers.engines.sglang.options import Options, options_of, server_flags
+from producers.engines.sglang.options import Options, server_flags
 from tests.tiny import save_tiny_llama
 
 
@@ -30,12 +31,13 @@ from tests.tiny import save_tiny_llama
 )
 def test_an_option_that_cannot_be_is_named(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        options_of(given)
+        parsed(Options, given)
 
 
 def test_each_server_may_have_arguments_of_its_own() -> None:
-    options = options_of(
-        {"launch": 2, "server_args": ["--base-gpu-id", "{index}"], "server_env": {"CUDA_VISIBLE_DEVICES": "{index}"}}
+    options = parsed(
+        Options,
+        {"launch": 2, "server_args": ["--base-gpu-id", "{index}"], "server_env": {"CUDA_VISIBLE_DEVICES": "{index}"}},
     )
     assert options.servers == 2
     assert options.numbered(1) == (("--base-gpu-id", "1"), {"CUDA_VISIBLE_DEVICES": "1"})

@@ -17,7 +17,7 @@ from producers.engines.openai.engine import OpenAIEngine
 from producers.engines.openai.options import Options
 from producers.engines.openai.probing import probe
 from producers.engines.openai.updates import Updater
-from producers.engines.sglang.staged import Staged
+from producers.engines.remote.staged import Staged
 from tests.sglang_servers import scored, stage
 from tests.support import wait_until
 from tests.vllm.test_engine import BOUND, PROMPT, apart, ask

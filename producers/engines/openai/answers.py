@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from producers.engines.http import ServerBroken
-from producers.engines.sglang.answers import Finish, Generated, Meta
+from producers.engines.remote.answers import Finish, Generated, Meta
+from producers.engines.remote.http import ServerBroken
 
 TOKEN_NAME = "token_id:"  # noqa: S105 - no secret
 LOWEST = -9999.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from producers.engines.sglang.job import SEED_BITS, Job
+from producers.engines.remote.job import SEED_BITS, Job
 
 PLAIN: dict[str, Any] = {
     "n": 1,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from producers.engines.http import ASK_S, REQUEST_S, UPDATE_S, HttpClient, ServerBroken, ServerRefused
 from producers.engines.openai.answers import Completed, Models, completed_decoder, models_decoder
+from producers.engines.remote.http import ASK_S, REQUEST_S, UPDATE_S, HttpClient, ServerBroken, ServerRefused
 
 
 class CompletionsClient(HttpClient):

@@ -13,10 +13,10 @@ from typing import Any
 
 from headrace.errors import EngineError
 from producers.engines.api import SamplingParams
-from producers.engines.http import ServerRefused
 from producers.engines.openai.answers import Choice, Models
 from producers.engines.openai.asking import PLAIN
 from producers.engines.openai.client import CompletionsClient
+from producers.engines.remote.http import ServerRefused
 
 PROBE_S = 300.0
 """The first request may compile kernels."""

@@ -1,4 +1,4 @@
-"""One completion server: what `producers/engines/replica.py` asks of it."""
+"""One completion server: what `producers/engines/remote/replica.py` asks of it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 
 from headrace.errors import EngineError
-from producers.engines.http import ServerBroken, ServerGone, ServerRefused
 from producers.engines.openai.answers import Completed, generated
 from producers.engines.openai.asking import PLAIN, completion_body
 from producers.engines.openai.client import CompletionsClient
 from producers.engines.openai.options import Options
 from producers.engines.openai.probing import PROMPTS, Found, probe
 from producers.engines.openai.updates import Updater, refuse_without_routes
-from producers.engines.replica import Offer, Replica, Taken
-from producers.engines.sglang.answers import Finish, Generated, Meta
-from producers.engines.sglang.job import Job
-from producers.engines.sglang.spans import Labels
+from producers.engines.remote.answers import Finish, Generated, Meta
+from producers.engines.remote.http import ServerBroken, ServerGone, ServerRefused
+from producers.engines.remote.job import Job
+from producers.engines.remote.replica import Offer, Replica, Taken
+from producers.engines.remote.spans import Labels
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
     learn, prepare (it goes on decoding) -> pause -> all answered -> load -> compare -> label -> resume
 
 The pause answers every running request with what it has; it goes on afterwards, with its keys and values computed anew.
-The server loads the model folder that the version was staged into, so it must run on this host. A server that was not
-touched yet goes on with its old version; from the load on a failure leaves it paused, until a later update succeeds.
+The server loads the model folder that the version was staged into, so it must run on this host. How far an update was
+when it failed stands in `producers/engines/remote/updating.py`.
 
 What is proven after an update: that the server has a tensor for each of the version's and the other way round; and, by
 the SHA-256 that it computes of its own tensors, that those it keeps as they are have the version's bytes. On a CPU vLLM
@@ -15,21 +15,18 @@ to have been loaded without an error.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from headrace.errors import EngineError, HeadraceError, WeightError
-from producers.engines.http import HttpClient, ServerBroken, ServerRefused
+from headrace.errors import EngineError, WeightError
 from producers.engines.openai.client import CompletionsClient
-from producers.engines.sglang.checksums import ChecksumChecker, Verify, checksums_of
-from producers.engines.sglang.forms import sources
-from producers.engines.sglang.loading import deadline_s, on_this_host
-from producers.engines.sglang.staged import Staged
-from producers.engines.sglang.updates import DEADLINE_S, RESUME_S, SLOWEST
+from producers.engines.remote.checksums import ChecksumChecker, Rank, Verify
+from producers.engines.remote.forms import Shard, sources
+from producers.engines.remote.http import HttpClient, ServerRefused
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import Way, deadline_s, failing, on_this_host, standing_still
 from weightsync.manifest import Layout
 
 log = logging.getLogger(__name__)
@@ -82,14 +79,11 @@ def lack(routes: Iterable[str], *, same_host: bool) -> str | None:
 class Updater:
     """The updates of one server; one at a time."""
 
-    def __init__(
-        self, client: CompletionsClient, verify: Verify, *, base_s: float = DEADLINE_S, slowest: int = SLOWEST
-    ) -> None:
-        """`base_s` and `slowest` (bytes per second) make the deadline of an update."""
+    def __init__(self, client: CompletionsClient, verify: Verify) -> None:
         self._client, self._verify = client, verify
-        self._base_s, self._slowest = base_s, slowest
         self._checker: tuple[Layout, ChecksumChecker] | None = None
-        self._touched = False
+        self._dirty = False
+        """It may have a half of a version: it stays paused until it has a whole one."""
 
     async def update(
         self, staged: Staged, label: str, answered: Callable[[], Awaitable[None]], *, whole: bool
@@ -97,47 +91,25 @@ class Updater:
         """Bring a sealed version into the server, under this label. Returns the seconds for which it stood still.
 
         `answered` waits, once the server is paused, until nothing is open there. `whole` compares all tensors. Raises
-        WeightError.
+        UpdateFailed. One that is cancelled counts as half-way.
         """
-        what = f"version {label} did not come into {self._client.url}"
-        seconds = deadline_s(staged.layout, self._base_s, self._slowest)
+        way, client = Way(self._dirty), self._client
         try:
-            async with asyncio.timeout(seconds):
-                return await self._update(staged, label, answered, whole=whole)
-        except TimeoutError as error:
-            raise WeightError(f"{what}: nothing came back within {seconds:.0f} s") from error
-        except HeadraceError as error:
-            raise WeightError(f"{what}: {error}") from error
-
-    async def _update(
-        self, staged: Staged, label: str, answered: Callable[[], Awaitable[None]], *, whole: bool
-    ) -> float:
-        checker = await self._learn(staged.layout)
-        await asyncio.to_thread(checker.prepare, staged)
-        start = time.perf_counter()
-        async with self._paused():
-            await answered()
-            self._touched = True
-            await self._client.reload_weights(str(staged.folder))
-            if fault := await checker.fault(_Weights(self._client), staged, whole=whole):
-                raise WeightError(f"the server says that it has loaded the version, but {fault}")
-            await self._client.update_weight_version(label)
-        return time.perf_counter() - start
-
-    @contextlib.asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        """Goes on at the end, and where it fails before the server was touched."""
-        self._touched = False
-        try:
-            await self._client.pause()
-            yield
-        except BaseException:
-            if not self._touched:
-                with contextlib.suppress(HeadraceError, TimeoutError):
-                    async with asyncio.timeout(RESUME_S):
-                        await self._client.resume()
-            raise
-        await self._client.resume()
+            async with failing(way, f"version {label} did not come into {client.url}", deadline_s(staged.layout)):
+                checker = await self._learn(staged.layout)
+                await asyncio.to_thread(checker.prepare, staged)
+                start = time.perf_counter()
+                async with standing_still(way, client.pause, client.resume):
+                    await answered()
+                    way.touched = True
+                    await client.reload_weights(str(staged.folder))
+                    if fault := await checker.fault(staged, whole=whole or way.dirty):
+                        raise WeightError(f"the server says that it has loaded the version, but {fault}")
+                    await client.update_weight_version(label)
+                way.arrived()
+                return time.perf_counter() - start
+        finally:
+            self._dirty = way.half_way
 
     async def _learn(self, layout: Layout) -> ChecksumChecker:
         """What the server's tensors are called, and which can be compared. Raises WeightError for another model."""
@@ -147,7 +119,8 @@ class Updater:
                 raise WeightError(fault)
             checker = ChecksumChecker(
                 layout,
-                checksums_of(by_rank(checksums)),
+                self._ranks,
+                by_rank(checksums),
                 device="cpu",
                 dtype=layout.tensors[0].dtype,
                 sample=self._verify == "sample",
@@ -156,18 +129,9 @@ class Updater:
             log.info("weights come to %s by reload_weights; compared: %s", self._client.url, checker.what)
         return self._checker[1]
 
-
-class _Weights:
-    """The checksums of a vLLM server in the form in which they are compared."""
-
-    def __init__(self, client: CompletionsClient) -> None:
-        self._client = client
-
-    async def weights_checker(self, *, action: str, skip_tensor_list: Sequence[str]) -> dict[str, Any]:
+    async def _ranks(self, skipped: Sequence[str]) -> list[Rank]:
+        """The server computes those that are skipped, too."""
         return by_rank(await self._client.weight_checksums())
-
-    async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any:
-        raise ServerBroken(f"{self._client.url} tells no weights ({name})")
 
 
 def named(name: str) -> tuple[int, str]:
@@ -177,9 +141,8 @@ def named(name: str) -> tuple[int, str]:
     return int(number) if number.isdecimal() else 0, tensor
 
 
-def by_rank(checksums: Mapping[str, str]) -> dict[str, Any]:
-    """As SGLang answers them: of each rank, shortened, with its place. Without those of tensors that are kept elsewhere
-    and have no bytes here."""
+def by_rank(checksums: Mapping[str, str]) -> list[Rank]:
+    """Of each rank, as long as SGLang's. Without those of tensors that are kept elsewhere and have no bytes here."""
     ranks: dict[str, dict[str, str]] = {}
     places: dict[str, int] = {}
     for name, value in checksums.items():
@@ -189,12 +152,7 @@ def by_rank(checksums: Mapping[str, str]) -> dict[str, Any]:
         if value != _EMPTY:
             kept[tensor] = value[:_SHA_64]
     size = max(places.values(), default=0) + 1
-    return {
-        "ranks": [
-            {"checksums": kept, "parallelism_info": {"tp_rank": places[owner], "tp_size": size}}
-            for owner, kept in ranks.items()
-        ]
-    }
+    return [Rank(kept, Shard(places[owner], size)) for owner, kept in ranks.items()]
 
 
 def mismatch(layout: Layout, checksums: Mapping[str, str]) -> str | None:

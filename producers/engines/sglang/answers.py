@@ -1,50 +1,11 @@
-"""What an SGLang server answers, as far as this engine reads it. Fields that a version lacks have defaults."""
+"""What an SGLang server answers, as far as this engine reads it, beside the tokens of `remote/answers.py`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from producers.engines.sglang.refill import Load
-
-
-class VersionReport(msgspec.Struct, frozen=True):
-    """Output tokens `start` to `end` were sampled under this label."""
-
-    version: str
-    start: int
-    end: int
-
-
-class Finish(msgspec.Struct, frozen=True):
-    type: str
-    """"stop", "length" or "abort"."""
-    matched: int | str | list[int] | None = None
-    """What ended a "stop": a token, or a string."""
-    message: str | None = None
-
-
-class Meta(msgspec.Struct, frozen=True):
-    finish_reason: Finish | None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that were in the cache already."""
-    weight_version: str | None = None
-    weight_versions: list[VersionReport] | None = None
-    num_retractions: int = 0
-    queue_time: float | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
-    """Under the model's distribution at the temperature, before top-k and top-p."""
-    output_token_sampling_logprobs: list[float] | None = None
-    """Under the distribution that was sampled from; only where it was asked for."""
-
-
-class Generated(msgspec.Struct, frozen=True):
-    """The answer of /generate, or one event of it: N sampled tokens, from the first on."""
-
-    output_ids: list[int]
-    meta_info: Meta
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.refill import Load
 
 
 class _RankLoad(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from producers.engines.http import (
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.http import (
     ASK_S,
     REQUEST_S,
     UPDATE_S,
@@ -15,7 +16,7 @@ from producers.engines.http import (
     ServerRefused,
     shortened,
 )
-from producers.engines.sglang.answers import Generated, Loads, generated_decoder, loads_decoder
+from producers.engines.sglang.answers import Loads, generated_decoder, loads_decoder
 
 __all__ = ["ServerBroken", "ServerGone", "ServerRefused", "SglangClient"]
 

@@ -20,9 +20,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.errors import HeadraceError, WeightError
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import Way
 from producers.engines.sglang.client import SglangClient
-from producers.engines.sglang.loading import Capabilities, Way
-from producers.engines.sglang.staged import Staged
+from producers.engines.sglang.loading import Capabilities
 from producers.engines.sglang.tensor import buckets, session, with_last
 from weightsync.bulk.pairs import SLOWEST, START_S, Child, PairBroken
 from weightsync.manifest import TensorSpec

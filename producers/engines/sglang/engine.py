@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from producers.engines.api import SamplingParams
-from producers.engines.servers import MOST_TOKENS, ServersEngine
+from producers.engines.remote.servers import MOST_TOKENS, ServersEngine
 from producers.engines.sglang.launch import LaunchSpec
 from producers.engines.sglang.options import Options, server_flags
 from producers.engines.sglang.place import Place

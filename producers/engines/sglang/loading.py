@@ -1,24 +1,22 @@
-"""What the weight updates of an SGLang server are made of: its routes, what it says of itself, how an update fails."""
+"""By what means an SGLang server's weights can be updated: its routes, and what it says of itself."""
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
 
-from headrace.errors import ConfigError, WeightError
+from headrace.errors import ConfigError
+from producers.engines.remote.digesting import CHECKSUMS
+from producers.engines.remote.spans import Kv
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import SLOWEST, Way, on_this_host
 from producers.engines.sglang.client import SglangClient
-from producers.engines.sglang.digesting import CHECKSUMS
-from producers.engines.sglang.staged import Staged
-from weightsync.manifest import DTYPE_BYTES, Layout
+from weightsync.manifest import DTYPE_BYTES
 
-KvMode = Literal["keep", "recompute", "resume"]
 MeansName = Literal["auto", "folder", "collective", "tensor"]
 
-PAUSES: dict[KvMode, str] = {"keep": "in_place", "recompute": "retract", "resume": "abort"}
+PAUSES: dict[Kv, str] = {"keep": "in_place", "recompute": "retract", "resume": "abort"}
 """How a server pauses, by what becomes of the keys and values of its running requests."""
 _SESSION = ("/begin_weight_update", "/end_weight_update")
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -27,33 +25,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "tensor": ("/update_weights_from_tensor",),
 }
 """The best first."""
-SLOWEST = 50 << 20
 SLOWEST_BY = {"folder": SLOWEST, "collective": 20 << 20, "tensor": 2 << 20}
-"""Bytes per second that an update may be slow; its deadline grows by it. Seen on two busy cores: 350, 200, 15 MB/s."""
-
-
-class UpdateFailed(WeightError):
-    """The server does not have the version. `half_way`: nor the one that it had, surely; it stays paused then."""
-
-    def __init__(self, reason: str, *, half_way: bool) -> None:
-        super().__init__(reason)
-        self.half_way = half_way
-
-
-@dataclass(slots=True)
-class Way:
-    """How far one update is."""
-
-    dirty: bool
-    """The server may have had a half of something before."""
-    touched: bool = False
-    """It may have loaded something now."""
-    by_other_means: bool = False
-    """It failed for a reason that other means may not have."""
-
-    @property
-    def half_way(self) -> bool:
-        return self.dirty or self.touched
+"""Bytes per second that an update may be slow. Seen on two busy cores: 350, 200, 15 MB/s."""
 
 
 class Means(Protocol):
@@ -147,7 +120,7 @@ def candidates(means: MeansName, found: Capabilities) -> list[str]:
     return usable
 
 
-def refuse_mode(kv: KvMode, found: Capabilities) -> None:
+def refuse_mode(kv: Kv, found: Capabilities) -> None:
     """Raises ConfigError where the server cannot pause in that way without a wrong token."""
     if "/pause_generation" not in found.routes:
         raise ConfigError(f"this server (SGLang {found.version}) cannot pause; use SGLang 0.5.6 or newer")
@@ -156,27 +129,3 @@ def refuse_mode(kv: KvMode, found: Capabilities) -> None:
             'kv = "keep" needs a server without its overlap schedule, which would book a token of the old weights to '
             'the new version; start it with --disable-overlap-schedule, or set kv = "recompute"'
         )
-
-
-def on_this_host(url: str) -> bool:
-    """Whether a URL's host is this machine: whether a socket can be bound to its address."""
-    host = urlsplit(url).hostname or ""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in found:
-        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            return True
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError:
-                continue
-            return True
-    return False
-
-
-def deadline_s(layout: Layout, base_s: float, slowest: int) -> float:
-    """For one whole update; `slowest` in bytes per second."""
-    return base_s + layout.nbytes / slowest

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import EngineError
+from producers.engines.remote.spans import Kv
 from producers.engines.sglang.client import ServerRefused, SglangClient
-from producers.engines.sglang.spans import Kv
 
 LARGEST_TOP_K = 4095
 """What a server names the support of, by default; one less than its bound, which equal probabilities may reach."""

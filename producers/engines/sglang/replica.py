@@ -1,4 +1,4 @@
-"""One SGLang server: what `producers/engines/replica.py` asks of it."""
+"""One SGLang server: what `producers/engines/remote/replica.py` asks of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from producers.engines.replica import Offer, Replica, Taken
-from producers.engines.sglang.answers import Generated
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.job import Job
+from producers.engines.remote.refill import Load, ceiling, next_limit
+from producers.engines.remote.replica import Offer, Replica, Taken
+from producers.engines.remote.spans import Labels
+from producers.engines.sglang.asking import generate_body
 from producers.engines.sglang.client import ServerBroken, ServerGone, ServerRefused, SglangClient
-from producers.engines.sglang.job import Job
+from producers.engines.sglang.loading import capabilities
 from producers.engines.sglang.options import Options
 from producers.engines.sglang.place import Place
-from producers.engines.sglang.refill import Load, ceiling, next_limit
-from producers.engines.sglang.spans import Labels
-from producers.engines.sglang.updates import Updater, capabilities
+from producers.engines.sglang.updates import Updater
 
 LOOKS_IF_USED, LOOK_IF_USED_S = 50, 0.1
 """Requests that somebody has just given up are there for a moment still."""
@@ -51,7 +53,7 @@ class SglangReplica(Replica):
         return bool(self.info.get("enable_deterministic_inference"))
 
     async def ask(self, job: Job, rid: str, label: str) -> Generated:
-        return await self.client.generate(job.body(rid, label, seeded=self.seeded))
+        return await self.client.generate(generate_body(job, rid, label, seeded=self.seeded))
 
     async def abort(self, rid: str) -> None:
         await self.client.abort_request(rid)

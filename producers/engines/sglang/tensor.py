@@ -14,9 +14,10 @@ import pickle
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from headrace.errors import WeightError
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import Way
 from producers.engines.sglang.client import ServerRefused, SglangClient
-from producers.engines.sglang.loading import Capabilities, Way
-from producers.engines.sglang.staged import Staged
+from producers.engines.sglang.loading import Capabilities
 from weightsync.manifest import TensorSpec
 
 BUCKET_BYTES = 64 << 20

@@ -2,8 +2,7 @@
 
     learn, prepare (the server goes on decoding) -> pause -> load -> compare -> flush -> continue
 
-A server that was not touched yet goes on with its old version. From the first byte on that it may have loaded, a
-failure is `half_way` and leaves it paused: it samples nothing until `reload` has brought it a version, all compared.
+How far one was when it failed stands in `producers/engines/remote/updating.py`.
 
 Every wait is bounded by one deadline for the whole update, which grows with the version's size. A server that dies ends
 the request that is open; one that hangs ends with the deadline.
@@ -15,37 +14,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from headrace.errors import HeadraceError, WeightError
-from producers.engines.sglang.checksums import Checker, ChecksumChecker, RowChecker, Verify, checksums_of
+from headrace.errors import WeightError
+from producers.engines.remote.checksums import Checker, ChecksumChecker, Rank, RowChecker, Verify, checksums_of
+from producers.engines.remote.spans import Kv
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import DEADLINE_S, UpdateFailed, Way, deadline_s, failing, standing_still
 from producers.engines.sglang.client import ServerRefused, SglangClient
 from producers.engines.sglang.loading import (
     PAUSES,
-    SLOWEST,
     SLOWEST_BY,
     Capabilities,
-    KvMode,
     Means,
     MeansName,
-    UpdateFailed,
-    Way,
     candidates,
-    capabilities,
-    deadline_s,
     refuse_mode,
 )
-from producers.engines.sglang.staged import Staged
 from weightsync.manifest import Layout
-
-__all__ = ["SLOWEST", "Capabilities", "KvMode", "MeansName", "UpdateFailed", "Updater", "Verify", "capabilities"]
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 60.0
-"""For a version of no bytes; `SLOWEST_BY` says how it grows."""
-RESUME_S = 10.0
-"""For a server that was not touched to go on."""
 IDLE_S = 10.0
 """For a server to have nothing left of the requests that it aborted."""
 _NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader", "Online weight updates are not")
@@ -59,7 +49,7 @@ class Updater:
         self,
         client: SglangClient,
         found: Capabilities,
-        kv: KvMode,
+        kv: Kv,
         means: MeansName = "auto",
         verify: Verify = "all",
         *,
@@ -73,7 +63,7 @@ class Updater:
         refuse_mode(kv, found)
         self._client = client
         self._found = found
-        self._kv: KvMode = kv
+        self._kv: Kv = kv
         self._verify: Verify = verify
         self._base_s = base_s
         self._bucket_bytes = bucket_bytes
@@ -126,42 +116,24 @@ class Updater:
         log.warning('weights come to %s by "%s", not "%s": %s', self._client.url, self._left[0], failed, error)
 
     async def _once(self, staged: Staged, label: str, way: Way, *, whole: bool) -> float:
-        seconds = deadline_s(staged.layout, self._base_s, SLOWEST_BY[self.means])
-        async with _failing(way, f"version {label} did not come into {self._client.url}", seconds):
+        client, seconds = self._client, deadline_s(staged.layout, self._base_s, SLOWEST_BY[self.means])
+        async with failing(way, f"version {label} did not come into {client.url}", seconds):
             checker = await self._learn(staged.layout)
             means = self._means = self._means or _means(self._left[0], self._found, self._bucket_bytes)
             with _of_the_means(way):
-                await means.prepare(self._client, staged)
-            if checker is not None:
-                await asyncio.to_thread(checker.prepare, staged)
+                await means.prepare(client, staged)
+            await asyncio.to_thread(checker.prepare, staged)
             start = time.perf_counter()
-            async with self._paused(way):
+            async with standing_still(
+                way, lambda: client.pause_generation(PAUSES[self._kv]), client.continue_generation
+            ):
                 with _of_the_means(way):
-                    await means.load(self._client, staged, label, way)
-                await self._compare(checker, staged, whole=whole)
+                    await means.load(client, staged, label, way)
+                if fault := await checker.fault(staged, whole=whole):
+                    raise WeightError(f"the server says that it has loaded the version, but {fault}")
                 await self._flush()
-            way.dirty = way.touched = False
+            way.arrived()
             return time.perf_counter() - start
-
-    @contextlib.asynccontextmanager
-    async def _paused(self, way: Way) -> AsyncIterator[None]:
-        """Goes on at the end, and where it fails before the server was touched."""
-        try:
-            await self._client.pause_generation(PAUSES[self._kv])
-            yield
-        except BaseException:
-            if not way.half_way:
-                with contextlib.suppress(HeadraceError, TimeoutError):
-                    async with asyncio.timeout(RESUME_S):
-                        await self._client.continue_generation()
-            raise
-        await self._client.continue_generation()
-
-    async def _compare(self, checker: Checker | None, staged: Staged, *, whole: bool) -> None:
-        if checker is None:
-            return
-        if fault := await checker.fault(self._client, staged, whole=whole):
-            raise UpdateFailed(f"the server says that it has loaded the version, but {fault}", half_way=True)
 
     async def _flush(self) -> None:
         """Keys and values that the old weights made. What keeps them keeps its prefixes apart by version."""
@@ -169,10 +141,8 @@ class Updater:
             # Retracted requests count as none while it is paused; aborted ones end one step later.
             await self._client.flush_cache(timeout_s=IDLE_S if self._kv == "resume" else 0.0)
 
-    async def _learn(self, layout: Layout) -> Checker | None:
+    async def _learn(self, layout: Layout) -> Checker:
         """What the server's tensors are called; asked once per layout, before anything stands still."""
-        if self._verify == "off":
-            return None
         if self._checker is None or self._checker[0] != layout:
             checker = await checker_for(self._client, self._found, layout, self._verify)
             if checker.unknown and self._verify == "all":
@@ -192,13 +162,20 @@ def _unknown(names: Sequence[str]) -> str:
 async def checker_for(client: SglangClient, found: Capabilities, layout: Layout, verify: Verify) -> Checker:
     """By checksums where the server computes them, else by rows. Raises what the client raises."""
     sample = verify == "sample"
+
+    async def ranks(skipped: Sequence[str]) -> list[Rank]:
+        return checksums_of(await client.weights_checker(action="checksum", skip_tensor_list=skipped))
+
+    async def first_row(name: str) -> Any:
+        return await client.get_weights_by_name(name, truncate_size=1)
+
     if "/weights_checker" not in found.routes:
-        return RowChecker(layout, "it has no /weights_checker", sample=sample)
+        return RowChecker(layout, first_row, "it has no /weights_checker", sample=sample)
     try:
-        ranks = checksums_of(await client.weights_checker(action="checksum", skip_tensor_list=[]))
+        named = await ranks([])
     except ServerRefused as error:
-        return RowChecker(layout, str(error), sample=sample)
-    return ChecksumChecker(layout, ranks, device=found.device, dtype=found.dtype, sample=sample)
+        return RowChecker(layout, first_row, str(error), sample=sample)
+    return ChecksumChecker(layout, ranks, named, device=found.device, dtype=found.dtype, sample=sample)
 
 
 class FolderMeans:
@@ -251,15 +228,3 @@ def _of_the_means(way: Way) -> Iterator[None]:
     except (ServerRefused, WeightError):
         way.by_other_means = True
         raise
-
-
-@contextlib.asynccontextmanager
-async def _failing(way: Way, what: str, seconds: float) -> AsyncIterator[None]:
-    """Whatever fails is an UpdateFailed that knows how far the update was."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise UpdateFailed(f"{what}: nothing came back within {seconds:.0f} s", half_way=way.half_way) from error
-    except HeadraceError as error:
-        raise UpdateFailed(f"{what}: {error}", half_way=way.half_way) from error

@@ -11,10 +11,11 @@ import pytest
 from broker.messages import VersionSpan
 from headrace.version import PolicyVersion
 from producers.engines.api import Request, SamplingParams
-from producers.engines.http import ServerBroken
-from producers.engines.sglang.answers import Finish, Generated, Meta, VersionReport
-from producers.engines.sglang.job import Job
-from producers.engines.sglang.spans import Labels
+from producers.engines.remote.answers import Finish, Generated, Meta, VersionReport
+from producers.engines.remote.http import ServerBroken
+from producers.engines.remote.job import Job
+from producers.engines.remote.spans import Labels
+from producers.engines.sglang.asking import generate_body
 
 OURS = Labels("run.1")
 FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
@@ -41,7 +42,7 @@ def got(tokens: list[int], finish: Finish | None, label: str | None = None, **me
 
 async def test_a_request_goes_on_behind_its_tokens() -> None:
     job = await job_of(top_k=4, stop_token_ids=(9,), stop=("xy",), temperature=0.7)
-    body = job.body("r1", "label", seeded=False)
+    body = generate_body(job, "r1", "label", seeded=False)
     assert body["input_ids"] == [1, 2, 3]
     assert (body["rid"], body["extra_key"], body["return_logprob"]) == ("r1", "label", True)
     assert body["return_sampling_mask"] is True
@@ -52,7 +53,7 @@ async def test_a_request_goes_on_behind_its_tokens() -> None:
     answer = got([5, 6], Finish("abort"), output_token_sampling_logprobs=[-0.1, -0.2])
     assert job.add(answer, OURS, "resume", FIRST) == 2
     assert job.ended(answer, None, 0) is None
-    body = job.body("r2", "label", seeded=True)
+    body = generate_body(job, "r2", "label", seeded=True)
     assert body["input_ids"] == [1, 2, 3, 5, 6]
     assert body["sampling_params"]["max_new_tokens"] == 8
     assert body["sampling_params"]["sampling_seed"] == 77
@@ -61,13 +62,13 @@ async def test_a_request_goes_on_behind_its_tokens() -> None:
 
 async def test_without_filters_the_plain_log_probs_are_the_right_ones() -> None:
     job = await job_of()
-    body = job.body("r", "label", seeded=False)
+    body = generate_body(job, "r", "label", seeded=False)
     assert "return_sampling_mask" not in body
     assert (body["sampling_params"]["top_k"], body["sampling_params"]["ignore_eos"]) == (-1, True)
     job.add(got([5], Finish("length")), OURS, "keep", FIRST)
     assert job.logprobs == [-0.55]
     greedy = await job_of(temperature=0.0, top_k=3)
-    assert "return_sampling_mask" not in greedy.body("r", "label", seeded=False)
+    assert "return_sampling_mask" not in generate_body(greedy, "r", "label", seeded=False)
 
 
 async def test_segments_add_up() -> None:

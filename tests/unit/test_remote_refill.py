@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.engines.sglang.refill import FULL, Load, ceiling, choose, group_key, next_limit
+from producers.engines.remote.refill import FULL, Load, ceiling, choose, group_key, next_limit
 
 COUNT = st.integers(0, 200)
 LOADS = st.builds(

@@ -3,7 +3,7 @@
 Wait graph. `generate` waits for its job. A job waits in one queue until a server has room for it (woken by `pump`,
 which runs whenever a job comes or ends or a server changes), then for its server's answer or for the server's end.
 `commit` waits for the updates of all servers, each of which pauses for its own load alone and has a deadline. The loops
-of the servers stand in `producers/engines/replica.py`. No server waits for another.
+of the servers stand in `producers/engines/remote/replica.py`. No server waits for another.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from headrace.errors import EngineError, ModelError
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request, SamplingParams
-from producers.engines.replica import Offer, Replica
+from producers.engines.remote.buffers import Buffers
+from producers.engines.remote.dispatch import Dispatcher
+from producers.engines.remote.job import Job
+from producers.engines.remote.refill import group_key
+from producers.engines.remote.replica import Offer, Replica
+from producers.engines.remote.spans import Kv, Labels
+from producers.engines.remote.staged import sweep
 from producers.engines.seeds import request_seed
-from producers.engines.sglang.buffers import Buffers
-from producers.engines.sglang.dispatch import Dispatcher
-from producers.engines.sglang.job import Job
-from producers.engines.sglang.refill import group_key
-from producers.engines.sglang.spans import Kv, Labels
-from producers.engines.sglang.staged import sweep
 from producers.engines.stops import Decode
 from weightsync.manifest import Layout
 

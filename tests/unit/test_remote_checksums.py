@@ -13,10 +13,10 @@ import torch
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from producers.engines.sglang.checksums import SAMPLES, ChecksumChecker, RowChecker, checksums_of
-from producers.engines.sglang.digesting import sha_64
-from producers.engines.sglang.forms import made, sources
-from producers.engines.sglang.staged import Staged
+from producers.engines.remote.checksums import SAMPLES, ChecksumChecker, Rank, RowChecker, checksums_of
+from producers.engines.remote.digesting import sha_64
+from producers.engines.remote.forms import made, sources
+from producers.engines.remote.staged import Staged
 from weightsync.manifest import Layout
 
 HIDDEN, ROWS = 8, 70
@@ -97,10 +97,12 @@ class Server:
                 return
         self.kept[name] = tensor
 
-    async def weights_checker(self, *, action: str, skip_tensor_list: Sequence[str]) -> dict[str, Any]:
-        assert action == "checksum"
-        self.asked.append(list(skip_tensor_list))
-        kept = {name: t for name, t in self.kept.items() if not any(skip in name for skip in skip_tensor_list)}
+    async def ask(self, skipped: Sequence[str]) -> list[Rank]:
+        return checksums_of(await self.answer(skipped))
+
+    async def answer(self, skipped: Sequence[str]) -> dict[str, Any]:
+        self.asked.append(list(skipped))
+        kept = {name: t for name, t in self.kept.items() if not any(skip in name for skip in skipped)}
         ranks = [
             {
                 "checksums": {
@@ -127,19 +129,18 @@ class Server:
             return torch.cat([half.chunk(self.ranks)[rank] for half in tensor.chunk(2)])
         return tensor.chunk(self.ranks, 1 if "o_proj" in name or "down_proj" in name else 0)[rank].contiguous()
 
-    async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any:
+    async def row(self, name: str) -> Any:
         for fused, parts in {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}.items():
             firsts = {"q_proj": 0, "k_proj": 8, "v_proj": 12, "gate_proj": 0, "up_proj": 12}
             for part in parts.split():
                 if f".{part}." in name:
                     whole = self.kept[name.replace(part, fused)]
-                    return whole[firsts[part] :][:truncate_size].to(torch.float32).tolist()
-        return self.kept[name][:truncate_size].to(torch.float32).tolist()
+                    return whole[firsts[part] :][:1].to(torch.float32).tolist()
+        return self.kept[name][:1].to(torch.float32).tolist()
 
 
 async def learned(server: Server, *, dtype: str = "auto", sample: bool = False) -> ChecksumChecker:
-    ranks = checksums_of(await server.weights_checker(action="checksum", skip_tensor_list=[]))
-    return ChecksumChecker(layout(), ranks, device="cpu", dtype=dtype, sample=sample)
+    return ChecksumChecker(layout(), server.ask, await server.ask([]), device="cpu", dtype=dtype, sample=sample)
 
 
 @pytest.mark.parametrize("kept", DTYPES)
@@ -147,13 +148,12 @@ async def learned(server: Server, *, dtype: str = "auto", sample: bool = False) 
 async def test_a_server_that_has_it_has_no_fault(wire: str, kept: str, model: Path) -> None:
     server, first, second = Server(kept), stage(model, 0, wire), stage(model, 1, wire)
     server.load(first)
-    ranks = checksums_of(await server.weights_checker(action="checksum", skip_tensor_list=[]))
-    checker = ChecksumChecker(layout(wire), ranks, device="cpu", dtype="auto", sample=False)
+    checker = ChecksumChecker(layout(wire), server.ask, await server.ask([]), device="cpu", dtype="auto", sample=False)
     assert checker.what == "the server's checksums of 7 tensors"
     for staged in (first, second, first):
         server.load(staged)
         checker.prepare(staged)
-        assert await checker.fault(server, staged, whole=False) is None
+        assert await checker.fault(staged, whole=False) is None
     assert not checker.unknown
 
 
@@ -163,7 +163,7 @@ async def test_a_tensor_that_did_not_come_is_named(missing: str, model: Path) ->
     server.load(first)
     checker = await learned(server)
     server.load(second, missing)
-    fault = await checker.fault(server, second, whole=False)
+    fault = await checker.fault(second, whole=False)
     fused = re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", missing))
     assert fault == f"1 of 7 tensors have other checksums than the staged ones: {fused}"
 
@@ -171,7 +171,7 @@ async def test_a_tensor_that_did_not_come_is_named(missing: str, model: Path) ->
 async def test_nothing_that_came_is_a_fault_and_few_are_named(model: Path) -> None:
     server, first, second = Server(), stage(model, 0), stage(model, 1)
     server.load(first)
-    fault = await (await learned(server)).fault(server, second, whole=False)
+    fault = await (await learned(server)).fault(second, whole=False)
     assert fault is not None
     assert fault.startswith("7 of 7 tensors have other checksums")
     assert fault.endswith(", …")
@@ -181,12 +181,12 @@ async def test_what_was_prepared_is_not_computed_again(model: Path) -> None:
     server, first, second = Server(), stage(model, 0), stage(model, 1)
     server.load(first)
     checker = await learned(server)
-    assert await checker.fault(server, first, whole=False) is None
+    assert await checker.fault(first, whole=False) is None
     checker.prepare(second)
     computed = dict(second.computed)
     assert len(computed) == 7
     server.load(second)
-    assert await checker.fault(server, second, whole=False) is None
+    assert await checker.fault(second, whole=False) is None
     assert second.computed == computed
 
 
@@ -195,7 +195,7 @@ async def test_a_tensor_that_the_answer_lacks_is_a_fault(model: Path) -> None:
     server.load(staged)
     checker = await learned(server)
     del server.kept["model.norm.weight"]
-    assert await checker.fault(server, staged, whole=True) is not None
+    assert await checker.fault(staged, whole=True) is not None
 
 
 async def test_samples_take_turns_through_all(model: Path) -> None:
@@ -204,7 +204,7 @@ async def test_samples_take_turns_through_all(model: Path) -> None:
     checker = await learned(server, sample=True)
     server.asked.clear()
     for _ in range(SAMPLES):
-        assert await checker.fault(server, staged, whole=False) is None
+        assert await checker.fault(staged, whole=False) is None
     names = set(server.kept)
     answered = [names - set(skipped) for skipped in server.asked]
     assert set().union(*answered) == names
@@ -217,8 +217,8 @@ async def test_a_sample_finds_what_is_wrong_in_its_turn_and_whole_at_once(model:
     server.load(first)
     checker = await learned(server, sample=True)
     server.load(second, "model.norm.weight")
-    assert await checker.fault(server, second, whole=True) is not None
-    found = [await checker.fault(server, second, whole=False) for _ in range(SAMPLES)]
+    assert await checker.fault(second, whole=True) is not None
+    found = [await checker.fault(second, whole=False) for _ in range(SAMPLES)]
     faults = [fault for fault in found if fault is not None]
     assert len(faults) == 1
     assert faults[0].endswith("have other checksums than the staged ones: model.norm.weight")
@@ -234,11 +234,11 @@ async def test_of_several_ranks_each_has_its_shard(ranks: int, kept: str, model:
     for staged in (first, second):
         server.load(staged)
         checker.prepare(staged)
-        assert await checker.fault(server, staged, whole=True) is None
+        assert await checker.fault(staged, whole=True) is None
     for missing in [spec.name for spec in layout().tensors]:
         server.load(second)
         server.load(first, *(spec.name for spec in layout().tensors if spec.name != missing))
-        fault = await checker.fault(server, second, whole=True)
+        fault = await checker.fault(second, whole=True)
         assert fault is not None, missing
         assert fault.startswith("1 of 7 tensors")
 
@@ -249,18 +249,18 @@ async def test_what_is_split_in_a_strange_way_is_not_compared_and_told(
     server, first, second = Server(ranks=2, strange="o_proj"), stage(model, 0), stage(model, 1)
     server.load(first)
     checker = await learned(server)
-    assert await checker.fault(server, first, whole=True) is None
+    assert await checker.fault(first, whole=True) is None
     assert "1 tensors are split among the server's ranks in a way that is not known here" in caplog.text
     assert "of 6 tensors" in checker.what
     server.load(second)
-    assert await checker.fault(server, second, whole=True) is None
-    assert await checker.fault(server, first, whole=True) is not None
+    assert await checker.fault(second, whole=True) is None
+    assert await checker.fault(first, whole=True) is not None
 
 
 async def test_a_server_of_several_ranks_that_loaded_nothing_is_found_out_at_first(model: Path) -> None:
     server, first, second = Server(ranks=2), stage(model, 0), stage(model, 1)
     server.load(first)
-    fault = await (await learned(server)).fault(server, second, whole=True)
+    fault = await (await learned(server)).fault(second, whole=True)
     assert fault is not None
     assert fault.startswith("7 of 7 tensors")
 
@@ -295,8 +295,8 @@ async def test_a_tensor_that_the_server_has_under_no_name_is_unknown(model: Path
 
 async def test_of_a_pipeline_each_rank_has_its_own(model: Path) -> None:
     class Pipeline(Server):
-        async def weights_checker(self, *, action: str, skip_tensor_list: Sequence[str]) -> dict[str, Any]:
-            answer = await super().weights_checker(action=action, skip_tensor_list=skip_tensor_list)
+        async def answer(self, skipped: Sequence[str]) -> dict[str, Any]:
+            answer = await super().answer(skipped)
             found = answer["ranks"][0]["checksums"]
             first = {name: value for name, value in found.items() if name != "model.norm.weight"}
             last = {name: value for name, value in found.items() if name == "model.norm.weight"}
@@ -306,30 +306,29 @@ async def test_of_a_pipeline_each_rank_has_its_own(model: Path) -> None:
     server.load(first)
     checker = await learned(server)
     assert not checker.unknown
-    assert await checker.fault(server, first, whole=True) is None
+    assert await checker.fault(first, whole=True) is None
     server.load(second, "model.norm.weight")
-    assert await checker.fault(server, second, whole=True) is not None
+    assert await checker.fault(second, whole=True) is not None
 
 
 @pytest.mark.parametrize("kept", DTYPES)
 async def test_rows_are_compared_where_there_are_no_checksums(kept: str, model: Path) -> None:
     server, first, second = Server(kept), stage(model, 0), stage(model, 1)
     server.load(second)
-    checker = RowChecker(layout(), "it refuses", sample=False)
+    checker = RowChecker(layout(), server.row, "it refuses", sample=False)
     assert checker.what == "only the first row of each tensor, as this server computes no checksums (it refuses)"
-    assert await checker.fault(server, second, whole=False) is None
+    assert await checker.fault(second, whole=False) is None
     server.load(first, *(spec.name for spec in layout().tensors if "down" not in spec.name))
-    fault = await checker.fault(server, second, whole=False)
+    fault = await checker.fault(second, whole=False)
     assert fault == "1 of 10 tensors have another first row than the staged ones: model.layers.0.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("answer", [None, [], [[]], [1.0]])
 async def test_no_row_is_another_row(answer: Any, model: Path) -> None:
-    class Silent(Server):
-        async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any:
-            return answer
+    async def row(name: str) -> Any:
+        return answer
 
-    checker = RowChecker(layout(), "why", sample=False)
-    fault = await checker.fault(Silent(), stage(model), whole=True)
+    checker = RowChecker(layout(), row, "why", sample=False)
+    fault = await checker.fault(stage(model), whole=True)
     assert fault is not None
     assert fault.startswith("10 of 10")

@@ -14,16 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from broker.messages import FinishReason
 from headrace.errors import EngineError
-from headrace.version import PolicyVersion
-from producers.engines.sglang.answers import Generated
-from producers.engines.sglang.client import ServerBroken, ServerGone, ServerRefused
-from producers.engines.sglang.job import Job
-from producers.engines.sglang.refill import choose
-from producers.engines.sglang.spans import Kv, Labels
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.http import ServerBroken, ServerGone, ServerRefused
+from producers.engines.remote.job import Job
+from producers.engines.remote.refill import choose
+from producers.engines.remote.replica import Replica
+from producers.engines.remote.spans import Kv, Labels
 from producers.engines.stops import Decode
 
 log = logging.getLogger(__name__)
@@ -34,41 +33,6 @@ ABORT_S = 5.0
 """For a server to hand over what an aborted request has."""
 
 
-class Replica(Protocol):
-    """A server, as seen from here."""
-
-    name: str
-    version: PolicyVersion | None
-    """What it samples from; None where that is not known."""
-    open: int
-    """Requests that are open there; counted here."""
-    limit: int
-    """As many may be."""
-    life: asyncio.Future[str]
-    """Ended, with the reason, when what is open there must go elsewhere; then there is another one."""
-
-    @property
-    def takes(self) -> bool:
-        """Whether it is given requests."""
-        ...
-
-    async def ask(self, job: Job, rid: str, label: str) -> Generated:
-        """What it samples for a job behind the tokens so far. Raises ServerGone, ServerBroken, ServerRefused."""
-        ...
-
-    async def abort(self, rid: str) -> None:
-        """End that request: `ask` returns what there is of it. Raises EngineError."""
-        ...
-
-    def failed(self, error: EngineError) -> None:
-        """A request to it failed."""
-        ...
-
-    def answered(self, retractions: int) -> None:
-        """A request to it was answered; `retractions`: how often it was taken out again for want of cache."""
-        ...
-
-
 @dataclass(slots=True)
 class Counts:
     """Since start, of requests that have ended."""
@@ -76,9 +40,6 @@ class Counts:
     decoded: int = 0
     prefilled: int = 0
     recomputed: int = 0
-    lost: int = 0
-    """Requests that went down with their server and were asked again."""
-    refused: int = 0
 
 
 class Dispatcher:
@@ -189,11 +150,9 @@ class Dispatcher:
             got = await _answer(replica, job, rid, label, life)
             reason = self._take(job, replica, got)
         except ServerRefused as error:
-            self.counts.refused += 1
             log.warning("server %s refused request %s: %s", replica.name, job.request.request_id, error)
             reason = "abort"
         except (ServerGone, ServerBroken) as error:
-            self.counts.lost += 1
             if not life.done():
                 replica.failed(error)
             reason = self._nothing(job)

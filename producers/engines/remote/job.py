@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from broker.messages import FinishReason, VersionSpan
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, Progress, Request
-from producers.engines.sglang.answers import Generated
-from producers.engines.sglang.client import ServerBroken
-from producers.engines.sglang.spans import Kv, Labels, cut_spans, join_spans, segment_spans, whole_segment
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.http import ServerBroken
+from producers.engines.remote.spans import Kv, Labels, cut_spans, join_spans, segment_spans, whole_segment
 from producers.engines.stops import SLACK, Decode, completes_stop
 
 NOT_A_NUMBER = "NaN happened"
@@ -53,27 +52,6 @@ class Job:
         """Whether it is sampled from less than the whole distribution."""
         sampling = self.request.sampling
         return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
-
-    def body(self, rid: str, label: str, *, seeded: bool) -> dict[str, Any]:
-        """What the server is asked. `label` keeps its prefix cache apart from that of other versions."""
-        sampling = self.request.sampling
-        params: dict[str, Any] = {
-            "max_new_tokens": self.limit - len(self.tokens),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "stop": list(sampling.stop),
-            # It would ignore our stop tokens, too; a stop at another is gone on from.
-            "ignore_eos": not sampling.stop_token_ids,
-            "skip_special_tokens": False,
-        }
-        if seeded:
-            params["sampling_seed"] = self.seed & SEED_BITS
-        asked = {"rid": rid, "sampling_params": params, "return_logprob": True, "extra_key": label}
-        if self.filtered:
-            asked["return_sampling_mask"] = True
-        return {"input_ids": self.request.prompt_ids_P.tolist() + self.tokens, **asked}
 
     def add(self, got: Generated, labels: Labels, kv: Kv, reached: PolicyVersion | None) -> int | None:
         """Take over what a server sampled; how many tokens that are. None: their versions are not known, none is taken.

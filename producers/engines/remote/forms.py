@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from producers.engines.sglang.digesting import Bytes, converted
-from producers.engines.sglang.staged import Staged
+from producers.engines.remote.digesting import Bytes, converted
+from producers.engines.remote.staged import Staged
 from weightsync.manifest import DTYPE_BYTES, Layout, TensorSpec
 
 Split = Literal["whole", "rows", "columns", "vocabulary"]

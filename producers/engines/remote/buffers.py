@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from headrace.version import PolicyVersion
-from producers.engines.sglang.staged import Bytes, Staged
+from producers.engines.remote.staged import Bytes, Staged
 from weightsync.manifest import Layout
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from producers.engines.sglang.staged import WEIGHTS, Staged, sweep
+from producers.engines.remote.staged import WEIGHTS, Staged, sweep
 from weightsync.arena import Arena
 from weightsync.manifest import ALIGNMENT, Layout
 
@@ -176,7 +176,7 @@ def test_no_model_folder_leaves_nothing(tmp_path: Path, memory: Path) -> None:
 def orphan(model: Path, memory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has staged something and waits for its standard input to close."""
     code = (
-        "import sys; from pathlib import Path; from producers.engines.sglang.staged import Staged; "
+        "import sys; from pathlib import Path; from producers.engines.remote.staged import Staged; "
         "from weightsync.manifest import Layout; "
         f"Staged(Layout.of([('w', 'float32', (9,))]), Path({str(model)!r}), 'old', Path({str(memory)!r})); "
         "print('made', flush=True); sys.stdin.read()"

@@ -5,7 +5,7 @@ the first version (woken by `offer`), for the update (bounded by its own deadlin
 (woken by a request that failed). Requests wait for their answers or for `life`, which ends when the server is found not
 to work: then they go elsewhere. Nobody else waits for `keep`.
 
-    starting ──> empty ──> serving <──> updating
+    starting ──> empty ──> serving <──> updating      back also where an update failed before it touched anything
        ^           ^          │  │          │
        └───────────┴── broken <──┴──────────┘        lost: beyond repair, or taken by somebody else
 
@@ -22,15 +22,17 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from headrace.errors import EngineError, HeadraceError
 from headrace.version import PolicyVersion
-from producers.engines.http import ServerBroken
-from producers.engines.sglang.answers import Generated
-from producers.engines.sglang.job import Job
-from producers.engines.sglang.spans import Labels
-from producers.engines.sglang.staged import Staged
+from producers.engines.remote.answers import Generated
+from producers.engines.remote.http import ServerBroken
+from producers.engines.remote.job import Job
+from producers.engines.remote.options import ServerOptions
+from producers.engines.remote.spans import Labels
+from producers.engines.remote.staged import Staged
+from producers.engines.remote.updating import UpdateFailed
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +52,6 @@ def backoff_s(failures: int) -> float:
     return random.uniform(most / 2, most)
 
 
-class Patience(Protocol):
-    """How long a server is waited for."""
-
-    @property
-    def poll_s(self) -> float:
-        """Between two looks at it."""
-        ...
-
-    @property
-    def restarts(self) -> int:
-        """How often one that does not work is tried again, until it has worked for ten minutes."""
-        ...
-
-    @property
-    def outage_s(self) -> float:
-        """How long one that is not ours may be away."""
-        ...
-
-
 class Taken(EngineError):
     """The server is somebody else's; nobody fights for it."""
 
@@ -84,7 +67,9 @@ class Offer:
 class Replica(abc.ABC):
     """For one event loop. `changed` is called whenever it may take more, or less, than before."""
 
-    def __init__(self, name: str, patience: Patience, labels: Labels, slots: int, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, options: ServerOptions, labels: Labels, slots: int, changed: Callable[[], None]
+    ) -> None:
         """`slots`: requests open there at most."""
         self.name = name
         self.state: State = "starting"
@@ -99,13 +84,13 @@ class Replica(abc.ABC):
         """Ended, with the reason, when what is open there must go elsewhere."""
         self.begun = asyncio.Event()
         """Set once it has answered for the first time, or is lost."""
-        self._patience, self._labels = patience, labels
+        self._patience, self._labels = options, labels
         self._slots, self._changed = slots, changed
         self._offer: Offer | None = None
         self._offered = asyncio.Event()
         self._weights = asyncio.Lock()
         self._doubt = asyncio.Event()
-        self._doubts = self._failures = 0
+        self._doubts = self._failures = self._refusals = 0
 
     @property
     def takes(self) -> bool:
@@ -123,23 +108,29 @@ class Replica(abc.ABC):
     async def offer(self, offer: Offer) -> float:
         """Bring a version into it; the seconds for which it stood still, 0 where it is not serving.
 
-        Never fails: a server that does not get it takes no requests until it has it. When this returns nothing reads
-        the version before any more.
+        Never fails: a server that was not touched goes on with the version that it has, and is offered one again; any
+        other takes no requests until it has it. When this returns nothing reads the version before any more.
         """
         self._offer = offer
         self._offered.set()
         async with self._weights:
+            if self._refusals and self.state == "serving":
+                await asyncio.sleep(backoff_s(self._refusals))
             if self.state != "serving" or self.version == offer.version:
                 return 0.0
             self._enter("updating")
             try:
                 seconds = await self._bring(offer, reload=False)
+            except UpdateFailed as error:
+                self._refused(error)
+                return 0.0
             except HeadraceError as error:
                 self._break(str(error))
                 return 0.0
             except BaseException:
                 self._break("its update was cancelled")
                 raise
+            self._refusals = 0
             if not self._is("broken"):
                 self._enter("serving")
             return seconds
@@ -171,6 +162,10 @@ class Replica(abc.ABC):
             except HeadraceError as error:
                 self._break(str(error))
                 await self._recover()
+            except Exception as error:
+                # Nobody awaits this loop: whoever waits for the server has to hear of a bug here.
+                self._lose(f"this engine failed: {error!r}")
+                raise
 
     async def close(self) -> None:
         """End what was started. Idempotent; `keep` was cancelled before."""
@@ -209,7 +204,7 @@ class Replica(abc.ABC):
         async with self._weights:
             assert self._offer is not None
             await self._bring(self._offer, reload=True)
-            self._doubts = 0
+            self._doubts = self._refusals = 0
             self._doubt.clear()
             self._enter("serving")
 
@@ -245,6 +240,17 @@ class Replica(abc.ABC):
             self._lose(f"it was away for {self._patience.outage_s:.0f} s: {self.why}")
         else:
             await asyncio.sleep(backoff_s(self._failures))
+
+    def _refused(self, error: UpdateFailed) -> None:
+        """It does not have the version that it was offered."""
+        self._refusals += 1
+        if error.half_way or self._refusals > self._patience.restarts or self._is("broken"):
+            self._break(str(error))
+            return
+        log.warning("server %s goes on with version %s: %s", self.name, self.version, error)
+        # It may have failed because the server does not work.
+        self._doubt.set()
+        self._enter("serving")
 
     def _break(self, why: str) -> None:
         if self.state in ("broken", "lost"):

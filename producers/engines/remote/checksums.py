@@ -10,34 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from headrace.errors import WeightError
-from producers.engines.sglang.digesting import CHECKSUMS, converted
-from producers.engines.sglang.forms import Comparable, Form, Shard, made
-from producers.engines.sglang.staged import Staged
+from producers.engines.remote.digesting import CHECKSUMS, converted
+from producers.engines.remote.forms import Comparable, Form, Shard, made
+from producers.engines.remote.staged import Staged
 from weightsync.manifest import DTYPE_BYTES, Layout, TensorSpec
 
 log = logging.getLogger(__name__)
 
-Verify = Literal["all", "sample", "off"]
-"""How much of an update is compared: every tensor, another eighth of them after each update, or nothing."""
+Verify = Literal["all", "sample"]
+"""How much of an update is compared: every tensor, or another eighth of them after each update."""
 
 SAMPLES = 8
 _NAMED = 3
 """So many tensors that differ are named."""
-
-
-class AsksForWeights(Protocol):
-    """What is asked of a server here. Raises whatever the client raises."""
-
-    async def weights_checker(self, *, action: str, skip_tensor_list: Sequence[str]) -> dict[str, Any]: ...
-
-    async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any: ...
 
 
 class Checker(Protocol):
@@ -57,8 +49,9 @@ class Checker(Protocol):
         """What can be computed before the server stands still. Any thread."""
         ...
 
-    async def fault(self, client: AsksForWeights, staged: Staged, *, whole: bool) -> str | None:
-        """How the server's weights differ from the staged version, or None. `whole` compares all tensors."""
+    async def fault(self, staged: Staged, *, whole: bool) -> str | None:
+        """How the server's weights differ from the staged version, or None. `whole` compares all tensors. Raises what
+        the client raises."""
         ...
 
 
@@ -74,11 +67,20 @@ class Rank:
         return self.checksums[found.name]
 
 
+AsksRanks = Callable[[Sequence[str]], Awaitable[list[Rank]]]
+"""Asks a server for its checksums, without those of some tensors. Raises what the client raises."""
+AsksRow = Callable[[str], Awaitable[Any]]
+"""Asks a server for a tensor's first row: numbers, or None for a tensor that it has not."""
+
+
 class ChecksumChecker:
     """By the checksums that the server computes."""
 
-    def __init__(self, layout: Layout, ranks: Sequence[Rank], *, device: str, dtype: str, sample: bool) -> None:
+    def __init__(
+        self, layout: Layout, ask: AsksRanks, ranks: Sequence[Rank], *, device: str, dtype: str, sample: bool
+    ) -> None:
         """`ranks` is what the server answered once: the names of its tensors. `dtype` is the likely one."""
+        self._ask = ask
         self._checksum = CHECKSUMS[device]
         self._names = {name for rank in ranks for name in rank.checksums}
         self._found = {one.name: one for one in made(layout, sorted(self._names))}
@@ -104,12 +106,12 @@ class ChecksumChecker:
                 for shard in self._shards:
                     self._expected(staged, self._found[name], self._forms[name], shard)
 
-    async def fault(self, client: AsksForWeights, staged: Staged, *, whole: bool) -> str | None:
+    async def fault(self, staged: Staged, *, whole: bool) -> str | None:
         due = self._due(whole=whole)
-        skipped = sorted(self._names - due)
-        ranks = checksums_of(await client.weights_checker(action="checksum", skip_tensor_list=skipped))
+        ranks = await self._ask(sorted(self._names - due))
         self._turn += 1
-        return await asyncio.to_thread(self._compare, staged, ranks, due)
+        wrong = await asyncio.to_thread(self._wrong, staged, ranks, due)
+        return _in_words("have other checksums than the staged ones", wrong, len(due))
 
     def _due(self, *, whole: bool) -> set[str]:
         if whole or not self._sample:
@@ -117,8 +119,8 @@ class ChecksumChecker:
         turn = self._turn % SAMPLES
         return {name for name in self._found if zlib.crc32(name.encode()) % SAMPLES == turn}
 
-    def _compare(self, staged: Staged, ranks: Sequence[Rank], due: set[str]) -> str | None:
-        """The smallest first: they tell the dtype for little."""
+    def _wrong(self, staged: Staged, ranks: Sequence[Rank], due: set[str]) -> list[str]:
+        """Names of tensors. The smallest are compared first: they tell the dtype for little."""
         found = sorted((self._found[name] for name in due), key=lambda one: one.nbytes)
         wrong = [one for one in found if not self._right(staged, one, ranks)]
         strange = self._strange(wrong, ranks)
@@ -129,8 +131,7 @@ class ChecksumChecker:
                 "%d tensors are split among the server's ranks in a way that is not known here, so not compared: %s",
                 len(strange), _named([one.name for one in strange]),
             )  # fmt: skip
-        names = [one.name for one in wrong if one not in strange]
-        return _in_words("have other checksums than the staged ones", names, len(due))
+        return [one.name for one in wrong if one not in strange]
 
     def _strange(self, wrong: Sequence[Comparable], ranks: Sequence[Rank]) -> list[Comparable]:
         """Of a server of several ranks: those of which none in any layer was ever right. Norms are always known."""
@@ -163,9 +164,9 @@ class RowChecker:
 
     unknown: Sequence[str] = ()
 
-    def __init__(self, layout: Layout, why: str, *, sample: bool) -> None:
+    def __init__(self, layout: Layout, ask: AsksRow, why: str, *, sample: bool) -> None:
         self._specs = layout.tensors
-        self._why = why
+        self._ask, self._why = ask, why
         self._turn = 0
         self._sample = sample
 
@@ -176,15 +177,11 @@ class RowChecker:
     def prepare(self, staged: Staged) -> None:
         pass
 
-    async def fault(self, client: AsksForWeights, staged: Staged, *, whole: bool) -> str | None:
+    async def fault(self, staged: Staged, *, whole: bool) -> str | None:
         turn = self._turn % SAMPLES
         self._turn += 1
         specs = [spec for at, spec in enumerate(self._specs) if whole or not self._sample or at % SAMPLES == turn]
-        wrong = [
-            spec.name
-            for spec in specs
-            if not same_row(staged, spec, await client.get_weights_by_name(spec.name, truncate_size=1))
-        ]
+        wrong = [spec.name for spec in specs if not same_row(staged, spec, await self._ask(spec.name))]
         return _in_words("have another first row than the staged ones", wrong, len(specs))
 
 
@@ -218,7 +215,7 @@ def same_row(staged: Staged, spec: TensorSpec, answered: Any) -> bool:
     return False
 
 
-def _in_words(how: str, wrong: list[str], compared: int) -> str | None:
+def _in_words(how: str, wrong: Sequence[str], compared: int) -> str | None:
     if not wrong:
         return None
     return f"{len(wrong)} of {compared} tensors {how}: {_named(wrong)}"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from producers.engines.sglang.digesting import Bytes, converted, mixed_64, sha_64
+from producers.engines.remote.digesting import Bytes, converted, mixed_64, sha_64
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MASK = (1 << 32) - 1

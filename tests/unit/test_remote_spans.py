@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from broker.messages import VersionSpan
 from headrace.version import PolicyVersion
-from producers.engines.sglang.spans import Kv, Labels, cut_spans, join_spans, segment_spans, whole_segment
+from producers.engines.remote.spans import Kv, Labels, cut_spans, join_spans, segment_spans, whole_segment
 
 OURS = Labels("run.1a")
 V = [PolicyVersion(1, step) for step in range(6)]
