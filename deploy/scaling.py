@@ -37,7 +37,8 @@ class Scaling:
             parts.append(f"{', '.join(gone)} drained and left")
         if leaving:
             parts.append(f"{', '.join(part.name for part in leaving)} still draining")
-        return f"{self.wanted} producers: {'; '.join(parts) or 'nothing to do'}"
+        producers = "producer" if self.wanted == 1 else "producers"
+        return f"{self.wanted} {producers}: {'; '.join(parts) or 'nothing to do'}"
 
 
 def surplus(producers: list[Part], wanted: int) -> list[Part]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,14 +19,19 @@ class _NotThere(Exception):
     """Its text is the reason."""
 
 
-def load_object(spec: str, what: str, kind: type[HeadraceError]) -> Any:
+def load_object(spec: str, what: str, kind: type[HeadraceError], built_in: Iterable[str] = ()) -> Any:
     """The object that `spec` names. `what` begins the sentence: "environment 'x'", "trainer.loss = 'x'".
 
-    Files are found from the working directory, as are modules. Raises `kind`.
+    `built_in` are names that it may have meant. Files are found from the working directory, as are modules.
+    Raises `kind`.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        raise kind(f"{what} is not known; use a built-in name, `package.module:object` or `path/to/file.py:object`")
+        names = f" ({', '.join(sorted(built_in))})" if built_in else ""
+        raise kind(
+            f"{what} is not known{near(spec, built_in)}; use a built-in name{names}, `package.module:object` or "
+            "`path/to/file.py:object`"
+        )
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
     except _NotThere as error:
@@ -35,12 +42,18 @@ def load_object(spec: str, what: str, kind: type[HeadraceError]) -> Any:
     return found
 
 
-def load_function(spec: str, what: str, kind: type[HeadraceError]) -> Any:
+def load_function(spec: str, what: str, kind: type[HeadraceError], built_in: Iterable[str] = ()) -> Any:
     """An object that can be called. Raises `kind`."""
-    found = load_object(spec, what, kind)
+    found = load_object(spec, what, kind, built_in)
     if not callable(found):
         raise kind(f"{what} is {type(found).__name__}, not a function")
     return found
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """For a sentence about a name that is not known: ", did you mean 'that'?"; empty where none is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {found[0]!r}?" if found else ""
 
 
 def reason(error: BaseException) -> str:

@@ -149,10 +149,32 @@ def retold(messages: Sequence[Message]) -> list[Message]:
 
 
 def _sample(tool: Mapping[str, Any]) -> ToolCall:
-    """A call with the tool's own names, which small models copy."""
+    """A call with the tool's own names, and values of their types: small models copy it."""
     function = tool.get("function", tool)
-    names = function.get("parameters", {}).get("properties", {})
-    return ToolCall(str(function.get("name", "")), dict.fromkeys(names, "…"))
+    parameters = function.get("parameters") or {}
+    arguments = _example({"type": "object", **parameters}, parameters.get("$defs", {}))
+    return ToolCall(str(function.get("name", "")), arguments)
+
+
+def _example(schema: Any, named: Mapping[str, Any], depth: int = 8) -> Any:
+    """A value of the type that a JSON schema asks for; `named` are those that it refers to."""
+    if not isinstance(schema, Mapping) or not depth:
+        return "…"
+    inner = next((schema[way][0] for way in ("anyOf", "oneOf", "allOf") if schema.get(way)), None)
+    if "$ref" in schema:
+        inner = named.get(str(schema["$ref"]).rpartition("/")[2])
+    if inner is not None:
+        return _example(inner, named, depth - 1)
+    if "const" in schema or schema.get("enum"):
+        return schema["const"] if "const" in schema else schema["enum"][0]
+    kind = schema.get("type", "")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        return {name: _example(each, named, depth - 1) for name, each in schema.get("properties", {}).items()}
+    if kind == "array":
+        each = schema.get("prefixItems") or [schema.get("items", {})]
+        return [_example(item, named, depth - 1) for item in each]
+    return {"integer": 1, "number": 0.5, "boolean": True, "null": None}.get(kind, "…")
 
 
 def _written(call: ToolCall) -> str:

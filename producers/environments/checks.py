@@ -52,12 +52,23 @@ def _check_json(what: str, given: Callable[[], object]) -> None:
         raise RolloutFailed(f"environment gave an Observation whose {what} are not JSON ({reason(error)})") from error
 
 
-def _check_reward(reward: object, *, first: bool) -> None:
-    # Compared first: no integer is too large for that, and NaN is not below anything.
-    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:
-        told = repr(reward) if isinstance(reward, float) else f"of type {type(reward).__name__}"
+def _check_reward(given: object, *, first: bool) -> None:
+    reward = _number(given)
+    # NaN is not below anything.
+    if reward is None or not abs(reward) <= LARGEST_REWARD:
+        told = f"of type {type(given).__name__}" if reward is None else repr(reward)
         raise RolloutFailed(
             f"environment gave an Observation with reward {told}, not a number up to {LARGEST_REWARD:g}"
         )
     if first and reward:
         raise RolloutFailed(f"environment gave its first Observation reward {reward!r}, but there is no turn before it")
+
+
+def _number(given: object) -> float | None:
+    """That of any library; None for what is none."""
+    if not hasattr(given, "__float__"):
+        return None
+    try:
+        return float(given)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from headrace.errors import EnvironmentLoadError
+from headrace.objects import near
 
 COMPILED = "pycosat"
 """A C extension without wheels, which only the dataset zebra_puzzles calls."""
@@ -32,7 +33,8 @@ def make_dataset(
     gym = import_package()
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
-        raise EnvironmentLoadError(f"reasoning_gym: dataset = {name!r} is not one of its {len(known)} datasets")
+        meant = near(name, known) or f": {', '.join(sorted(known))}"
+        raise EnvironmentLoadError(f"reasoning_gym: dataset = {name!r} is not one of its {len(known)} datasets{meant}")
     if name == "zebra_puzzles" and not hasattr(sys.modules[COMPILED], "itersolve"):
         raise EnvironmentLoadError(f"reasoning_gym: dataset = {name!r} needs {COMPILED}: pip install {COMPILED}")
     if parts:

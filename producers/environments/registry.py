@@ -9,6 +9,7 @@ from headrace.config import Config, EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
 from headrace.objects import load_function, reason, shortened
 from producers.environments.api import Environment
+from producers.environments.options import misfit
 
 LARGEST_SIZE = 1 << 63
 """What the broker's integers hold; no real dataset has as many prompts."""
@@ -18,14 +19,15 @@ METHODS = ("__len__", "eval_size", "episode", "score", "correct")
 
 def build_environment(config: EnvironmentConfig) -> Environment:
     """Raises EnvironmentLoadError when it does not load, refuses its options or is no environment."""
-    factory = BUILT_IN[config.name]() if config.name in BUILT_IN else _users(config.name, "environment")
+    factory = BUILT_IN[config.name]() if config.name in BUILT_IN else _users(config.name)
     try:
         environment = factory(**config.options)
     except EnvironmentLoadError:
         raise
     except Exception as error:
+        why = misfit(factory, config.options) or f" ({reason(error)})"
         raise EnvironmentLoadError(
-            f"environment {config.name!r} cannot be made with options {config.options} ({reason(error)})"
+            f"environment {config.name!r} cannot be made with options {config.options}{why}"
         ) from error
     missing = [name for name in METHODS if not callable(getattr(environment, name, None))]
     if missing:
@@ -59,8 +61,8 @@ def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
     return {environment.called: environment for environment in config.environments}
 
 
-def _users(name: str, what: str) -> Any:
-    return load_function(name, f"{what} {name!r}", EnvironmentLoadError)
+def _users(name: str) -> Any:
+    return load_function(name, f"environment {name!r}", EnvironmentLoadError, BUILT_IN)
 
 
 def _arithmetic() -> Any:

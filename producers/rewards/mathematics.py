@@ -6,6 +6,7 @@ It compares by value: 1/2 is 0.5 and \\frac{1}{2}, {1, 2} is {2, 1} (https://git
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +25,14 @@ def load() -> Callable[[Rollout], float]:
             f"reward 'math_verify' needs a package that is not there ({error}): pip install 'headrace[math]'"
         ) from error
 
+    # It warns that its own time limits, which are signals, are off. The worker's deadline stops everything.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
     def math_verify(rollout: Rollout) -> float:
         """1 for a completion whose answer equals the rollout's, else 0. Raises ValueError for an answer that is no
         mathematics, because nothing could equal it.
         """
         right = _expression(package, rollout.answer)
-        # The package's own time limits are signals; the worker's deadline needs none and stops everything.
         said = package.parse(rollout.completion, parsing_timeout=None)
         return float(bool(package.verify(right, said, timeout_seconds=None)))
 

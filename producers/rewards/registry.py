@@ -19,7 +19,10 @@ GroupReward = Callable[[list[Rollout]], Awaitable[Sequence[float]] | Sequence[fl
 def load_reward(name: str) -> Reward | GroupReward:
     """A built-in reward, or one that the user names. Raises EnvironmentLoadError when it does not load."""
     reward: Reward | GroupReward
-    reward = BUILT_IN[name]() if name in BUILT_IN else load_function(name, f"reward {name!r}", EnvironmentLoadError)
+    if name in BUILT_IN:
+        reward = BUILT_IN[name]()
+    else:
+        reward = load_function(name, f"reward {name!r}", EnvironmentLoadError, (*BUILT_IN, OWN_REWARD))
     return reward
 
 

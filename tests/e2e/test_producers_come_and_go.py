@@ -140,7 +140,7 @@ def scaled_up_and_down(live: Live) -> None:
     assert grown.stdout == "2 producers: producer-2 joined\n", grown.stderr
     live.moves(lambda: bool(groups_of(live, "producer-2")), "the second producer has published")
     shrunk = live.launches.headrace("scale", "producer", "1")
-    assert shrunk.stdout == "1 producers: producer-2 drained and left\n", shrunk.stderr
+    assert shrunk.stdout == "1 producer: producer-2 drained and left\n", shrunk.stderr
     assert live.alive() == {"producer-1"}
     live.moves()
 

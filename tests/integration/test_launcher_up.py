@@ -153,8 +153,8 @@ def test_scale_status_and_stop(project: Project) -> None:
     shown = project.headrace("status").stdout
     assert f"run {project.run.name}: running" in shown
     assert "producer-2" in shown
-    assert project.headrace("scale", "producer", "1").stdout == "1 producers: producer-2 drained and left\n"
-    assert project.headrace("scale", "producer", "1").stdout == "1 producers: nothing to do\n"
+    assert project.headrace("scale", "producer", "1").stdout == "1 producer: producer-2 drained and left\n"
+    assert project.headrace("scale", "producer", "1").stdout == "1 producer: nothing to do\n"
     refused = project.headrace("runs", "delete", project.run.name)
     assert "is running; `headrace stop" in refused.stderr
     assert refused.returncode == 2

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
+from typing import Literal
 
+import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ModelError
 from producers.chat import ByteChat, TemplateChat
 from producers.environments.api import Message, ToolCall
+from producers.environments.tool_schemas import Tool
 from producers.tool_formats import FORMATS, MOST_CALLS, TaggedFormat, ToolFormat, explained, learned, retold
 from tests.templates import DROPS, LLAMA, MISTRAL, PLAIN, QWEN, TAGS, USERS_ONLY, XML, byte_chat
 
@@ -97,7 +101,7 @@ def test_a_template_without_tools_has_them_explained(template: str | None) -> No
     chat = byte_chat(template)
     shown = chat.written(chat.prompt(ASKED, (ADD,)))
     assert shown.count("Be brief.") == shown.count("Adds.") == shown.count("1 + 2?") == 1
-    assert '<tool_call>{"name": "add", "arguments": {"a": "…"}}' in shown
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}' in shown
     last = chat.tokens("<|im_end|>")[-1]
     follow_up = chat.written(chat.follow_up([RESULT, RESULT], int(last), (ADD,)))
     assert follow_up.count("<tool_response>\n3\n</tool_response>") == 2
@@ -228,6 +232,7 @@ json_values = st.recursive(
 @given(st.sampled_from(sorted(JSON_FORMATS)), st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3))
 def test_a_call_that_is_written_is_read(form: str, name: str, arguments: dict[str, object]) -> None:
     text = json.dumps({"name": name, "arguments": arguments})
+    assume("think>" not in text)
     assert JSON_FORMATS[form].read(f"{JSON_FORMATS[form].begin}{text}") == (ToolCall(name, arguments),)
 
 
@@ -274,3 +279,47 @@ def test_conversations_are_told_without_roles_for_tools() -> None:
     assert told[1].content == 'well<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert told[2].content.count("<tool_response>") == 2
     assert [message.role for message in explained([], (ADD,))] == ["system"]
+
+
+class Place(pydantic.BaseModel):
+    row: int
+    name: str | None = None
+
+
+def everything(
+    text: str,
+    count: int,
+    share: float,
+    sure: bool,
+    unit: Literal["kg", "lb"],
+    maybe: int | None,
+    words: list[str],
+    pair: tuple[int, str],
+    table: dict[str, int],
+    place: Place,
+    places: list[Place],
+    mixed: int | str = 3,
+) -> str:
+    return text
+
+
+def test_the_call_that_is_shown_is_one_that_the_tool_takes() -> None:
+    tool = Tool.of(everything)
+    (told,) = explained([], (tool.schema,))
+    (call,) = FORMATS["hermes"].read(told.content)
+    assert set(call.arguments) == set(inspect.signature(everything).parameters)
+    assert tool.given(call.arguments)["places"] == [Place(row=1, name="…")]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        (None, {}),
+        ({"properties": {"a": {"type": ["integer", "null"]}, "b": True}}, {"a": 1, "b": "…"}),
+        ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}}, {"a": "…"}),
+    ],
+)
+def test_any_schema_is_shown(parameters: object, arguments: object) -> None:
+    (told,) = explained([], ({"type": "function", "function": {"name": "f", "parameters": parameters}},))
+    (call,) = FORMATS["hermes"].read(told.content)
+    assert call == ToolCall("f", arguments)  # type: ignore[arg-type]

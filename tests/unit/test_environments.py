@@ -133,7 +133,9 @@ def test_training_indices_skip_exactly_the_held_out(shape: tuple[int, int, list[
         ({"prompt": "What?"}, "has no place for {expression}"),
         ({"held_out": 51}, "held_out = 51 is not between 0 and half of the 100 expressions"),
         ({"digits": 9, "terms": 6}, "more than 2\\*\\*53 expressions"),
-        ({"digit": 1}, "environment 'arithmetic' cannot be made with options"),
+        ({"digit": 1}, "made with options {'digit': 1}: 'digit' is no option of it, did you mean 'digits'\\?"),
+        ({"colour": 1}, "'colour' is no option of it, it takes digits, terms, operators, prompt, .*held_out$"),
+        ({"digits": "two"}, "digits = 'two': input should be a valid integer"),
     ],
 )
 def test_bad_options_are_one_sentence(options: dict[str, object], sentence: str) -> None:
@@ -178,14 +180,16 @@ def test_ones_own_file_gives_environment_and_reward(own: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("nonsense", "'nonsense' is not known; use a built-in name"),
+        ("nonsense", r"'nonsense' is not known; use a built-in name \(arithmetic, dataset, .*verifiers\)"),
+        ("arithmetics", "'arithmetics' is not known, did you mean 'arithmetic'"),
+        ("dataset", "cannot be made with options {}: it needs data, as in options = { data = … } or `-o data=…`"),
         ("no_such_package_anywhere:Thing", r"does not import \(ModuleNotFoundError: No module named"),
         ("no/such/file.py:Thing", "no/such/file.py does not exist"),
         ("OWN:Missing", "has no object 'Missing', only Own, Half"),
         ("OWN:Half", "is not an environment: it has no eval_size, episode, score, correct"),
         ("OWN:broken", "is int, not a function"),
         ("OWN:refuses", r"cannot be made with options {} \(RuntimeError: no way\)"),
-        ("json:loads", "cannot be made with options"),
+        ("json:loads", "cannot be made with options {}: it needs s"),
     ],
 )
 def test_an_environment_that_does_not_load_is_one_sentence(name: str, sentence: str, own: Path) -> None:

@@ -190,7 +190,7 @@ def test_bad_messages_are_one_sentence(row: dict[str, object], sentence: str, tm
         ({"data": "rows.jsonl", "pass_rates": "f", "pass_rate_column": "c"}, "two ways to say it"),
         ({"data": "rows.jsonl", "pass_rates": "f", "unmeasured": "maybe"}, "neither 'keep' nor 'drop'"),
         ({"data": "rows.jsonl", "answer": "", "answer_after": "#"}, "needs the column of the answer"),
-        ({}, "cannot be made with options"),
+        ({}, "cannot be made with options {}: it needs data"),
     ],
 )
 def test_bad_options_are_one_sentence(options: dict[str, object], sentence: str) -> None:

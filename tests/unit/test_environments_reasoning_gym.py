@@ -67,12 +67,13 @@ def test_an_eval_split_without_a_question_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"dataset": "nonsense"}, "dataset = 'nonsense' is not one of its"),
+        ({"dataset": "nonsense"}, "dataset = 'nonsense' is not one of its .* datasets: ab, acre, "),
+        ({"dataset": "chainsum"}, "is not one of its .* datasets, did you mean 'chain_sum'"),
         ({"dataset": "chain_sum", "min_dogs": 1}, "refuses its options: .*min_dogs"),
         ({"dataset": "chain_sum", "min_terms": 9, "max_terms": 2}, "refuses its options"),
         ({"dataset": "chain_sum", "prompt": "?"}, "has no place for {question}"),
         ({"dataset": "chain_sum", "size": 0}, "must be positive"),
-        ({}, "cannot be made with options"),
+        ({}, "cannot be made with options {}: it needs dataset"),
     ],
 )
 def test_bad_options_are_one_sentence(options: dict[str, object], sentence: str) -> None:

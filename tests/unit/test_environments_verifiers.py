@@ -277,7 +277,7 @@ def test_the_process_keeps_its_signals(handlers: dict[int, Any]) -> None:
         ({"environment": "tests.verifiers_games:guessing", "held_out": 6}, "held_out = 6 of the 6 rows"),
         ({"environment": "tests.verifiers_games:with_eval", "held_out": 1}, "has held-out rows of its own"),
         ({"environment": "tests.verifiers_games:guessing", "args": {"max_turns": 3}}, "multiple values"),
-        ({}, "cannot be made with options"),
+        ({}, "cannot be made with options {}: it needs environment"),
     ],
 )
 def test_what_does_not_load_is_one_sentence(options: dict[str, Any], sentence: str) -> None:

@@ -148,7 +148,7 @@ async def test_a_scaling_is_answered_when_all_has_happened() -> None:
     assert down.answer({"producer-1": old}, 0.0) is None
     assert down.answer({"producer-1": old}, 11.0) == "0 producers: producer-1 still draining"
     assert down.answer({}, 0.0) == "0 producers: producer-1 drained and left"
-    assert Scaling("mark", 1, [], [], 0.0).answer({}, 0.0) == "1 producers: nothing to do"
+    assert Scaling("mark", 1, [], [], 0.0).answer({}, 0.0) == "1 producer: nothing to do"
     await asyncio.sleep(0)
 
 

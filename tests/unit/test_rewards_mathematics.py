@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -45,6 +47,17 @@ def test_it_needs_no_signals() -> None:
     thread.start()
     thread.join()
     assert found == [1.0]
+
+
+def test_it_does_not_warn_of_limits_that_are_off() -> None:
+    """In a process of its own: the package warns once in each."""
+    code = """
+        from producers.environments.api import Rollout
+        from producers.rewards.registry import load_reward
+        print(load_reward("math_verify")(Rollout("m", 0, "", "$7$", (), "7", "stop")))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1.0\n", "")
 
 
 def test_an_answer_that_is_no_mathematics_fails_and_is_no_zero() -> None:

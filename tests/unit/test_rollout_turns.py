@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -138,6 +139,15 @@ async def test_a_reward_that_is_none_fails_the_rollout(reward: object) -> None:
     observation = Observation((Message("user", "on"),), reward=reward)  # type: ignore[arg-type]
     with pytest.raises(RolloutFailed, match=r"gave an Observation with reward .*, not a number"):
         await play(player, Chats(lambda index, seed: MultiTurn("?", 0, lambda turn: observation)), TASK, 0)
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.25), np.float64(0.25), np.array(0.25), Fraction(1, 4)])
+async def test_a_reward_may_be_a_number_of_any_library(reward: object) -> None:
+    player, _ = player_of(lambda shown: "x")
+    answers = iter([Observation((Message("user", "on"),), reward=reward), Done(1.0)])  # type: ignore[arg-type]
+    played = await play(player, Chats(lambda index, seed: MultiTurn("?", 0, lambda turn: next(answers))), TASK, 0)
+    assert played.turn_reward == 0.25
+    assert type(played.turn_reward) is float
 
 
 async def test_the_first_observation_has_no_reward_and_tools_are_schemas() -> None:
