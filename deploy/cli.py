@@ -199,12 +199,12 @@ def list_runs(as_json: JsonOption = False) -> None:
     """Runs of this folder, and of the broker that HEADRACE_REDIS_URL names."""
     from rich.console import Console
 
-    from deploy.connections import open_runs, runs_folder
+    from deploy.connections import living, open_runs, runs_folder
     from deploy.runs import RunRow, rows, table, to_json
 
     async def ask() -> list[RunRow]:
         async with open_runs() as broker:
-            return await rows(runs_folder(), broker)
+            return await rows(runs_folder(), broker, living)
 
     found = _wait(ask())
     if as_json:

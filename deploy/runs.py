@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -23,19 +23,25 @@ from weightsync.arena import Arena
 class RunRow:
     run_id: str
     state: str
-    """"running" (here), "finished", "failed", "stopped", "damaged"; "in the broker" for one without a folder here."""
+    """"running", "finished", "failed", "stopped", "damaged"; "in the broker" for one that neither runs nor has a folder
+    here."""
     step: int | None
     folder: str
     reason: str = ""
     """Why it failed, or what of its folder cannot be read."""
 
 
-async def rows(folder: Path, broker: Runs | None) -> list[RunRow]:
-    """Runs of this folder, oldest first, then those that only the broker knows."""
+async def rows(folder: Path, broker: Runs | None, living: Callable[[str], Awaitable[Sequence[str]]]) -> list[RunRow]:
+    """Runs of this folder, oldest first, then those that only the broker knows.
+
+    `living` names the services of a run that the broker knows to live, whoever started them.
+    """
     here = [_row_of_any(run) for run in local_runs(folder)]
     known = {row.run_id for row in here}
     ids = sorted(await broker.ids()) if broker is not None else []
-    return here + [RunRow(run_id, "in the broker", None, "") for run_id in ids if run_id not in known]
+    found = here + [RunRow(run_id, "in the broker", None, "") for run_id in ids if run_id not in known]
+    alive = {run_id for run_id in ids if await living(run_id)}
+    return [replace(row, state="running", reason="") if row.run_id in alive else row for row in found]
 
 
 def _row_of_any(run: RunFolder) -> RunRow:

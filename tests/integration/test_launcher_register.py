@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -79,18 +80,28 @@ async def test_a_run_is_registered_once_and_then_gone_on_with(
         await runs.close()
 
 
-async def test_a_run_whose_services_somebody_started_by_hand_is_not_deleted(
+async def test_a_run_whose_services_somebody_started_by_hand_is_running_and_not_deleted(
     redis_url: str, run_id: str, tmp_path: Path, model: tuple[str, str]
 ) -> None:
     assert register(redis_url, tmp_path, *model, "--run", run_id).returncode == 0
+
+    def states() -> tuple[str, str]:
+        """What `runs list` says of it, and `status`."""
+        listed = json.loads(headrace(redis_url, tmp_path, "runs", "list", "--json").stdout)
+        status = json.loads(headrace(redis_url, tmp_path, "status", "--run", run_id, "--json").stdout)
+        return next(row["state"] for row in listed if row["run_id"] == run_id), status["status"]
+
+    assert states() == ("stopped", "stopped")
     port = connect_run(redis_url, run_id)
     try:
         await port.heartbeat(Peer("p1", "producer", "h", 1, True, {}), 60.0)
+        assert states() == ("running", "running")
         refused = headrace(redis_url, tmp_path, "runs", "delete", run_id)
         assert refused.returncode == ConfigError.exit_code
         assert f"run {run_id} is running (p1); `headrace stop --run {run_id}` ends it first" in refused.stderr
         assert (tmp_path / "runs" / run_id).exists()
         await port.retire("p1")
+        assert states() == ("stopped", "stopped")
     finally:
         await port.close()
     assert headrace(redis_url, tmp_path, "runs", "delete", run_id).returncode == 0
