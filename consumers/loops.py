@@ -144,6 +144,8 @@ class TrainerLoops:
         """Tells the broker that the trainer lives, and how it does; looks who else does."""
         while not self._over.is_set():
             await self._claim.confirm()
+            if not self._leaving:
+                self._publisher.check_head()
             # Looked first: what it then says is no older than what others see of the run.
             overdue = await self._watch.look(leaving=self._leaving)
             peer = Peer(NAME, "trainer", host_name(), os.getpid(), True, self._state())

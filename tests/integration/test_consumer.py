@@ -150,6 +150,29 @@ async def test_failed_groups_do_not_stop_the_run_until_nothing_else_comes(begin:
     assert sheet.reasons["failed: reward raised ValueError: no"] == sheet.verdicts["failed"]
 
 
+async def test_weights_that_somebody_removed_end_the_trainer_with_a_sentence(
+    begin: Begin, trainers: Trainers, tmp_path: Path
+) -> None:
+    """It stands still, as a run does whose producers have no weights: nothing else would tell."""
+    _port, player, folder = await begin(run={"steps": 1000}, evaluation={"prompts": 0}, trainer={"group_size": 2})
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    trainers.environment["HEADRACE_SHM_DIR"] = str(memory)
+    process = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
+    player.paused = True
+
+    def found_out() -> bool:
+        for segment in memory.iterdir():
+            segment.unlink(missing_ok=True)
+        return process.poll() is not None
+
+    await wait_until(found_out, "the trainer finds it out")
+    stderr = await trainers.end(process)
+    assert process.returncode == WeightError.exit_code
+    assert "by another program" in stderr.splitlines()[-1]
+
+
 async def test_a_version_without_a_place_ends_the_trainer_with_a_sentence(
     begin: Begin, trainers: Trainers, tmp_path: Path
 ) -> None:
