@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from deploy.progress import newest_step
 from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id
 from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
-from headrace.errors import ConfigError, ServiceError
+from headrace.errors import ConfigError, HeadraceError, ServiceError
 from headrace.files import at_home, write_json
 
 MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port"})
@@ -57,28 +58,44 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
     _check_working_folder()
     resolved = resolve(wish.file, environ, wish.overrides)
     runs = at_home(resolved.config.run.folder, "run.folder").absolute()
-    changes: tuple[str, ...] = ()
-    if wish.resume:
-        folder = _resumable(wish, runs)
-        config, changes = merged(folder.read_json(folder.config_file) or {}, resolved)
-        _check_unfinished(folder, config)
-    else:
-        folder = _fresh(wish, runs, now)
-        config = localized(resolved.config)
-    check_ports(config)
-    if url:
-        asyncio.run(_reach(url, config.broker))
-    facts = inspect(config)
-    try:
-        folder.make()
-        folder.lock()
+    folder = _resumable(wish, runs) if wish.resume else RunFolder(runs / (wish.run_id or new_run_id(now)))
+    with _held(folder, new=not wish.resume):
+        config, changes = localized(resolved.config), ()
+        if wish.resume:
+            config, changes = merged(folder.read_json(folder.config_file) or {}, resolved)
+            _check_unfinished(folder, config)
+        check_ports(config)
+        if url:
+            asyncio.run(_reach(url, config.broker))
+        facts = inspect(config)
         write_json(folder.config_file, config.model_dump(mode="json"))
         write_json(folder.facts_file, asdict(facts))
-    except ServiceError:
-        if not wish.resume:
-            folder.discard()
-        raise
     return Plan(config, folder, facts, wish.resume, changes)
+
+
+@contextmanager
+def _held(folder: RunFolder, *, new: bool) -> Iterator[None]:
+    """Hold the run from here on, so that no other launcher changes what is read; where what follows fails, let it go.
+
+    Raises ServiceError for a run that is held already, ConfigError for a `new` one that there is.
+    """
+    if new:
+        _check_new(folder)
+        folder.make()
+    try:
+        folder.lock()
+        if new:  # another launcher may have come and gone meanwhile
+            _check_new(folder)
+    except HeadraceError:
+        folder.unlock()
+        raise
+    try:
+        yield
+    except BaseException:
+        if new:
+            folder.discard()
+        folder.unlock()
+        raise
 
 
 def _check_working_folder() -> None:
@@ -100,13 +117,12 @@ async def _reach(url: str, config: BrokerConfig) -> None:
         await runs.close()
 
 
-def _fresh(wish: Wish, runs: Path, now: datetime) -> RunFolder:
-    folder = RunFolder(runs / (wish.run_id or new_run_id(runs, now)))
+def _check_new(folder: RunFolder) -> None:
     if folder.config_file.exists():
         raise ConfigError(
-            f"run {folder.run_id} exists already in {runs}; go on with it by --resume, or take another --run"
+            f"run {folder.run_id} exists already in {folder.path.parent}; go on with it by --resume, or take another "
+            "--run"
         )
-    return folder
 
 
 def _resumable(wish: Wish, runs: Path) -> RunFolder:

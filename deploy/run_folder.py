@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from headrace.errors import ConfigError, ServiceError
 
+ID_LETTERS = "23456789abcdefghjkmnpqrstuvwxyz"
+"""Those that nobody takes for another one."""
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -32,6 +35,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = -1
+        self._made: list[Path] = []
+        """Folders that were not there, the innermost first."""
 
     @property
     def run_id(self) -> str:
@@ -69,21 +74,30 @@ class RunFolder:
     def make(self) -> None:
         """Create it. Raises ServiceError when the disk refuses."""
         try:
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            self.discard()
             raise ServiceError(f"run folder {self.path} cannot be made: {error.strerror}") from error
 
     def lock(self) -> None:
         """Become this run's launcher on this machine. Raises ServiceError when another one is."""
-        descriptor = _open_lock(self.path, create=True)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ServiceError(
-                f"run {self.run_id} is already running here; `headrace stop --run {self.run_id}` ends it"
-            ) from None
-        self._lock = descriptor
+        while self._lock < 0:
+            try:
+                descriptor = _open_lock(self.path, create=True)
+            except FileNotFoundError:
+                raise ServiceError(f"run folder {self.path} was removed while it was taken; start again") from None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise ServiceError(
+                    f"run {self.run_id} is already running here; `headrace stop --run {self.run_id}` ends it"
+                ) from None
+            if os.fstat(descriptor).st_nlink:
+                self._lock = descriptor
+            else:  # who held it has discarded it meanwhile
+                os.close(descriptor)
 
     def unlock(self) -> None:
         if self._lock >= 0:
@@ -91,9 +105,11 @@ class RunFolder:
             self._lock = -1
 
     def discard(self) -> None:
-        """Take a new run's folder away again: what its holder wrote first, and folders in which nothing is."""
-        written = [self.config_file, self.facts_file, self.path / "lock"] if self._lock >= 0 else []
-        for remove in (*(file.unlink for file in written), (self.path / "logs").rmdir, self.path.rmdir):
+        """Take a new run's folder away again: what its holder wrote first, and folders that it made."""
+        files = [self.config_file, self.facts_file, self.path / "lock"] if self._lock >= 0 else []
+        folders = [self.path / "logs", *self._made] if self._lock >= 0 else self._made
+        for remove in (*(file.unlink for file in files), *(folder.rmdir for folder in folders)):
+            # There is none, or somebody else has something in it.
             with contextlib.suppress(OSError):
                 remove()
         self.unlock()
@@ -165,11 +181,9 @@ def write_private(file: Path, text: str) -> None:
         raise ServiceError(f"{file} cannot be written: {error.strerror}") from error
 
 
-def new_run_id(runs: Path, now: datetime) -> str:
-    """A readable id from the time, as 20260131-154502, with a number where that second has one already."""
-    base = now.strftime("%Y%m%d-%H%M%S")
-    taken = {path.name for path in runs.glob(f"{base}*")} if runs.is_dir() else set()
-    return next(name for name in (base, *(f"{base}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
+def new_run_id(now: datetime) -> str:
+    """A readable id from the time, as 20260131-154502-k3vq; its end tells runs apart that begin in the same second."""
+    return f"{now:%Y%m%d-%H%M%S}-{''.join(secrets.choice(ID_LETTERS) for _ in range(4))}"
 
 
 def check_run_id(run_id: str) -> str:

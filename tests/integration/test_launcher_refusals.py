@@ -1,6 +1,8 @@
 """What a local run cannot be started with, or goes on without: each one sentence, and nothing left behind."""
 
+import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.standins import Project
+from tests.standins import Project, wait_until
 
 
 def test_a_producer_that_cannot_start_ends_the_run_with_its_log(project: Project) -> None:
@@ -62,6 +64,42 @@ def test_what_an_environment_does_to_its_process_is_one_sentence(module: str, se
     assert sentence in err
     assert len(err.splitlines()) == 1
     assert project.processes() == []
+
+
+LOADS_SLOWLY = """
+import pathlib, time
+from producers.environments.arithmetic import Arithmetic as Mine
+pathlib.Path("loading").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_run_that_is_being_inspected_is_not_begun_twice(project: Project) -> None:
+    (project.folder / "slow.py").write_text(LOADS_SLOWLY)
+    first = project.up("--run", "r", "--set", 'environments=[{name="slow.py:Mine"}]')
+    wait_until((project.folder / "loading").exists, "the first one is inspecting")
+    second = project.headrace("up", "--run", "r", "--model", "model", "--steps", "9")
+    assert (second.returncode, second.stderr) == (
+        7,
+        "headrace: run r is already running here; `headrace stop --run r` ends it\n",
+    )
+    (project.folder / "go").touch()
+    _, err = first.communicate(timeout=100)
+    assert (err, first.returncode) == ("", 0)
+    assert json.loads((project.run / "config.json").read_text())["run"]["steps"] == 4
+
+
+def test_ctrl_c_while_it_inspects_leaves_nothing(project: Project) -> None:
+    (project.folder / "slow.py").write_text(LOADS_SLOWLY)
+    process = project.up("--set", 'environments=[{name="slow.py:Mine"}]')
+    wait_until((project.folder / "loading").exists, "it is inspecting")
+    assert project.run.is_dir()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (err, process.returncode) == ("", 130)
+    assert project.processes() == []
+    assert not (project.folder / "runs").exists()
 
 
 def test_a_working_folder_that_is_gone_is_one_sentence(project: Project) -> None:

@@ -42,3 +42,15 @@ def test_a_new_run_that_cannot_be_written_leaves_what_others_put_there(tmp_path:
     (holder.path / "notes").unlink()
     holder.discard()
     assert not holder.path.exists()
+    with pytest.raises(ServiceError, match="r was removed while it was taken; start again"):
+        other.lock()
+
+
+def test_a_new_run_that_is_discarded_takes_the_folders_along_that_it_made(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "here" / "runs" / "r")
+    (tmp_path / "here").mkdir()
+    folder.make()
+    folder.lock()
+    folder.discard()
+    assert list((tmp_path / "here").iterdir()) == []
+    assert not folder.live
