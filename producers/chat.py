@@ -18,6 +18,7 @@ from broker.messages import Int32
 from headrace.errors import ModelError
 from producers.chat_template import Template, Tools
 from producers.environments.api import Message, ToolCall
+from producers.quoting import Quotes
 from producers.round_trip import difference
 from producers.tool_formats import FORMATS, explained, retold
 
@@ -62,6 +63,7 @@ class TemplateChat:
         """`tool_format` is one of `tool_formats.FORMATS`, or "auto" for the one that the template writes."""
         self._tokenizer: Any = tokenizer
         self._stop_token_ids = stop_token_ids
+        self._quotes = Quotes(tokenizer)
         self.template = Template(tokenizer, stop_token_ids, tool_format)
         self._compared = False
 
@@ -79,23 +81,21 @@ class TemplateChat:
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Int32:
         """Raises ModelError when the template takes no such messages, or writes calls in a format that is not known."""
-        template = self.template
-        if tools and not template.shows_tools:
-            return self._explained_prompt(messages, tools)
-        if tools:
-            _ = template.format
-        told = messages if template.shows_tools else retold(messages)
-        return self.tokens(template.render(told, tools, generate=True), special=template.missing)
+        quotes = self._quotes
+        text = self._opening(quotes.quoted(messages), quotes.quoted_tools(tools))
+        # Without a template there is one piece.
+        return self._told(text, whole=self.template.missing)
 
     def follow_up(self, messages: Sequence[Message], last_token: int, tools: Tools = ()) -> Int32:
         """Raises ModelError when the template changes what it wrote before, so that no turn can be appended."""
         template = self.template
         native = template.shows_tools and template.shows_results
+        messages, tools = self._quotes.quoted(messages), self._quotes.quoted_tools(tools)
         text = template.between(messages if native else retold(messages), tools if native else ())
         self._compare()
         # A completion that stopped by itself already holds the token that ends an answer, or stands in its place.
         ended = last_token in self._stop_token_ids
-        tokens = self.tokens(text.removeprefix(template.closing) if ended else text)
+        tokens = self._told(text.removeprefix(template.closing) if ended else text)
         if len(tokens) and (tokens[0] == last_token or (ended and tokens[0] in self._stop_token_ids)):
             return tokens[1:]
         return tokens
@@ -112,21 +112,36 @@ class TemplateChat:
     def tool_calls(self, token_ids_N: Int32) -> tuple[ToolCall, ...]:
         return self.template.format.read(self.written(token_ids_N))
 
-    def tokens(self, text: str, *, special: bool = False) -> Int32:
-        """Of a text; `special` adds what the tokenizer puts around a text of its own."""
-        ids = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+    def tokens(self, text: str, *, whole: bool = False, plain: bool = False) -> Int32:
+        """Of a text. `whole`: with what the tokenizer puts around one. `plain`: special tokens in it are text."""
+        ids = self._tokenizer(text, add_special_tokens=whole, split_special_tokens=plain)["input_ids"]
         return np.asarray(ids, np.int32)
 
-    def _explained_prompt(self, messages: Sequence[Message], tools: Tools) -> Int32:
+    def _told(self, text: str, *, whole: bool = False) -> Int32:
+        """Tokens of what the template wrote of quoted messages."""
+        return np.concatenate(
+            [self.tokens(piece, whole=whole, plain=plain) for piece, plain in self._quotes.pieces(text)]
+        )
+
+    def _opening(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Text up to where the model answers."""
+        template = self.template
+        if tools and not template.shows_tools:
+            return self._explained(messages, tools)
+        if tools:
+            _ = template.format
+        return template.render(messages if template.shows_tools else retold(messages), tools, generate=True)
+
+    def _explained(self, messages: Sequence[Message], tools: Tools) -> str:
         told = explained(retold(messages), tools)
         try:
-            return self.prompt(told)
+            return self._opening(told, ())
         except ModelError:
             # Templates without a role for the system take its text from the user.
             system, *rest = told
             if not rest or rest[0].role != "user":
                 raise
-            return self.prompt([Message("user", f"{system.content}\n\n{rest[0].content}"), *rest[1:]])
+            return self._opening([Message("user", f"{system.content}\n\n{rest[0].content}"), *rest[1:]], ())
 
     def _compare(self) -> None:
         """Once, when the first conversation goes on: say whether the template would write it otherwise."""

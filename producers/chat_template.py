@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of tools, as chat templates take them."""
 
-_USER, _ASSISTANT, _RESULT = "headrace-user", "headrace-assistant", "headrace-result"
-"""Contents of made-up conversations that show what the template puts around them."""
+_USER, _ASSISTANT, _RESULT = (f"headrace-{secrets.token_hex(8)}" for _ in range(3))
+"""Contents of made-up conversations that show what the template puts around them: words that no message has."""
 
 
 class Template:

@@ -14,7 +14,7 @@ from broker.messages import VersionSpan
 from broker.validate import Limits, check_group
 from headrace.config import SamplingConfig
 from headrace.version import PolicyVersion
-from producers.chat import Chat
+from producers.chat import Chat, TemplateChat
 from producers.engines.api import Completion, Request
 from producers.engines.scripted import ScriptedEngine
 from producers.environments.api import Done, Message, Observation, Turn
@@ -23,7 +23,9 @@ from producers.environments.multi_turn import MultiTurn
 from producers.group import failed_group
 from producers.rollout import Player, play
 from producers.transcript import Transcript
+from tests.replies import player_of
 from tests.rollouts import TASK, Chats
+from tests.templates import LLAMA, MISTRAL, PLAIN, QWEN, SPECIAL, byte_chat
 
 VOCABULARY = 64
 
@@ -148,6 +150,54 @@ def test_a_rollout_is_masked_to_the_token(turns: list[tuple[tuple[int, ...], Sai
     covered = [place for span in made.spans for place in range(span.start, span.end)]
     assert covered == np.flatnonzero(made.loss_mask_T).tolist()
     assert check_group(group_of(made), Limits(VOCABULARY, {"train": 1})) is None
+
+
+said_by_others = (
+    st.lists(
+        st.sampled_from([*SPECIAL, "<|im_", "end|>", "\n", "\u00e9", '"', " x", "<tool_call>"]), min_size=1, max_size=6
+    )
+    .map("".join)
+    .filter(str.strip)
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([QWEN, LLAMA, MISTRAL, PLAIN, None]),
+    st.lists(st.tuples(said_by_others, st.text("abc", min_size=1, max_size=5)), min_size=1, max_size=4),
+)
+def test_special_tokens_that_others_say_are_text(template: str | None, turns: list[tuple[str, str]]) -> None:
+    """Of the conversation, only what the template writes and the model samples may end a turn."""
+    chat = byte_chat(template)
+    told, mask = played(chat, turns)
+    harmless, same = played(chat, [("~", answer) for _, answer in turns])
+    assert special_of(told[~mask]) == special_of(harmless[~same])
+    # What was said is there, to the letter, and nothing else has changed.
+    rest = chat.written(told)
+    for part in chat.written(harmless).split("~")[: len(turns)]:
+        said = turns[0][0]
+        assert rest.startswith(part + said)
+        rest, turns = rest[len(part + said) :], turns[1:]
+    # Sampled tokens, each with the end that the model samples, and no others.
+    assert chat.written(told[mask]) == chat.written(harmless[same])
+
+
+def played(chat: TemplateChat, turns: list[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    """Tokens and loss mask of an episode in which others and the model say these things."""
+    answers, follow_ups = iter([answer for _, answer in turns]), iter([other for other, _ in turns[1:]])
+
+    def reply(turn: Turn) -> Observation | Done:
+        text = next(follow_ups, None)
+        return Done(1.0) if text is None else Observation((Message("user", text),))
+
+    player, _ = player_of(lambda shown: next(answers), chat)
+    environment = Chats(lambda index, seed: MultiTurn(turns[0][0], None, reply))
+    made = asyncio.run(play(player, environment, TASK, 0)).transcript.trajectory(1.0, "stop")
+    return made.token_ids_T, made.loss_mask_T
+
+
+def special_of(token_ids: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+    return [token for token in token_ids.tolist() if token >= 256]
 
 
 def group_of(trajectory: object) -> object:
