@@ -187,9 +187,11 @@ class _Game:
             self._transcript.request_id = ""
         self._queue_s += completion.queue_s
         self._decode_s += completion.decode_s
-        if completion.finish_reason == "abort" or not len(completion.token_ids_N):
+        if completion.finish_reason == "abort":
             self._transcript.lost += len(completion.token_ids_N)
-            raise RolloutFailed("the engine aborted it")
+            raise RolloutFailed(f"the engine aborted it{completion.why and f': {completion.why}'}")
+        if not len(completion.token_ids_N):
+            raise RolloutFailed(f"the engine's answer has no token (it ended with {completion.finish_reason!r})")
         self._transcript.complete(completion)
         return completion
 

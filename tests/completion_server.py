@@ -36,13 +36,16 @@ class Lacks:
 
 @dataclass
 class CompletionServer:
-    """`fail`: completions are answered with this status. `hang`: they are not answered, until `let_go`."""
+    """`fail`: completions are answered with this status. `hang`: they are not answered, until `let_go`; nor, where
+    `most` is set, are those that come after so many. `cut`: they end with "abort" after so many tokens."""
 
     lacks: Lacks = field(default_factory=Lacks)
     models: tuple[tuple[str, int | None], ...] = (("tiny", 64),)
     key: str = ""
     fail: int = 0
     hang: bool = False
+    most: int | None = None
+    cut: int | None = None
     ids_as_names: bool = True
     paths: tuple[str, ...] = ()
     """What it says that its routes are."""
@@ -86,7 +89,7 @@ class CompletionServer:
     async def _complete(self, request: web.Request) -> web.Response:
         self.open += 1
         try:
-            if self.hang:
+            if self.hang or (self.most is not None and len(self.asked) >= self.most):
                 await self._let.wait()
             if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
                 return web.json_response({"error": {"message": "wrong key"}}, status=401)
@@ -106,7 +109,10 @@ class CompletionServer:
         logprobs: list[float] = []
         tops: list[dict[str, float]] = []
         reason = "length"
-        while len(ids) < body["max_tokens"]:
+        most = body["max_tokens"]
+        if self.cut is not None and self.cut < most:
+            most, reason = self.cut, "abort"
+        while len(ids) < most:
             likeliest = (len(prompt) + len(ids)) % VOCABULARY
             row = self._row(likeliest, body)
             ids.append(likeliest)

@@ -52,6 +52,8 @@ class Completion:
     """Seconds from `generate` until it had a slot."""
     decode_s: float
     """Seconds from slot to last token."""
+    why: str = ""
+    """It ended with "abort", where the engine knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,56 @@ async def test_what_a_server_does_not_answer_another_does(make: Make, fault: str
             assert (done.token_ids_N.tolist(), done.finish_reason) == ([3, 4, 5, 6, 7], "length")
 
 
+async def test_what_a_server_has_answered_is_kept_when_it_dies_and_what_it_has_not_is_sampled_anew(make: Make) -> None:
+    async with CompletionServer() as first, CompletionServer() as second:
+        engine = await make(first, second)
+        for one in (first, second):
+            one.asked.clear()
+            one.cut, one.most = 2, 1
+        call = asyncio.create_task(engine.generate(ask()))
+        await wait_until(lambda: any(one.asked and one.open for one in (first, second)), "the second request is open")
+        dying, other = (first, second) if first.asked else (second, first)
+        other.cut = other.most = None
+        await dying.close()
+        done = await call
+    assert [body["prompt"] for body in dying.asked] == [[4, 5, 6]]
+    assert [(body["prompt"], body["max_tokens"]) for body in other.asked] == [([4, 5, 6, 3, 4], 3)]
+    assert (done.token_ids_N.tolist(), done.finish_reason) == ([3, 4, 5, 6, 7], "length")
+    assert [tuple(span) for span in done.spans] == [(0, 5, FIRST, "fresh")]
+
+
+async def test_a_request_that_a_server_refuses_ends_with_the_servers_words(make: Make) -> None:
+    async with CompletionServer() as server:
+        engine = await make(server)
+        server.fail = 400
+        done = await engine.generate(ask())
+        assert (done.finish_reason, done.why) == ("abort", f"server {server.url} refused it: out of order")
+        assert engine.replicas[0].state == "serving"
+
+
+async def test_a_server_that_refuses_whatever_it_is_asked_is_broken_and_no_request_of_it_is_lost(make: Make) -> None:
+    async with CompletionServer() as server:
+        engine = await make(server)
+        server.key = "another one now"
+        calls = [asyncio.create_task(engine.generate(ask(f"g{at}/0/0"))) for at in range(3)]
+        await wait_until(lambda: engine.replicas[0].state == "broken", "it is broken")
+        assert "wrong key" in engine.replicas[0].why
+        server.key = ""
+        for done in await asyncio.gather(*calls):
+            assert (done.token_ids_N.tolist(), done.why) == ([3, 4, 5, 6, 7], "")
+
+
+async def test_a_request_that_comes_to_nothing_again_and_again_ends_with_what_was_last_said(make: Make) -> None:
+    async with CompletionServer() as server:
+        engine = await make(server)
+        server.cut = 0
+        done = await engine.generate(ask())
+        assert done.finish_reason == "abort"
+        assert done.why == (
+            f"4 requests came to nothing, the last one so: server {server.url} ended it without a token (abort)"
+        )
+
+
 async def test_a_server_that_is_away_is_taken_back(make: Make) -> None:
     async with CompletionServer() as server:
         engine = await make(server)

@@ -1,7 +1,8 @@
 """Jobs on their way to servers: one queue, a server chosen for each, and what becomes of an answer or its absence.
 
-A job whose server fails goes on elsewhere behind the tokens that it has; what its server had sampled and not sent is
-lost with it. It comes before the jobs that have not begun.
+A job whose server fails goes on elsewhere behind the tokens that its answers have brought. Servers answer once, when a
+request has ended: what one had sampled of a request that it did not answer is dropped, and sampled anew under the other
+server's version. A job that goes on comes before those that have not begun.
 """
 
 from __future__ import annotations
@@ -29,8 +30,18 @@ log = logging.getLogger(__name__)
 
 MOST_TRIES = 4
 """Requests of one job that may come to nothing."""
+FAULTS_OF_REQUESTS = (400, 413, 422)
+"""Status of an answer that says what is wrong with the request; any other refusal is one of all requests."""
 ABORT_S = 5.0
 """For a server to hand over what an aborted request has."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Of a job. `why`: of an "abort" that nobody here asked for."""
+
+    reason: FinishReason
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -118,12 +129,11 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, job: Job, replica: Replica) -> None:
-        job.requests += 1
         job.asked = replica.version
         job.slot_at = job.slot_at or time.perf_counter()
         replica.open += 1
         rid = f"{self._nonce}-{next(self._numbers)}"
-        task = asyncio.create_task(self._send(job, replica, rid), name=f"sglang-{rid}")
+        task = asyncio.create_task(self._send(job, replica, rid), name=f"request-{rid}")
         self._sends[job] = task, replica, rid
 
     async def _send(self, job: Job, replica: Replica, rid: str) -> None:
@@ -148,39 +158,48 @@ class Dispatcher:
         label, life = self.labels.of(job.asked), replica.life
         try:
             got = await _answer(replica, job, rid, label, life)
-            reason = self._take(job, replica, got)
-        except ServerRefused as error:
-            log.warning("server %s refused request %s: %s", replica.name, job.request.request_id, error)
-            reason = "abort"
-        except (ServerGone, ServerBroken) as error:
-            if not life.done():
-                replica.failed(error)
-            reason = self._nothing(job)
-        if reason is not None:
-            job.complete(reason, time.perf_counter())
-        return reason is None
+            end = self._take(job, replica, got)
+        except (ServerGone, ServerBroken, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and error.status in FAULTS_OF_REQUESTS:
+                log.warning("server %s refused request %s: %s", replica.name, job.request.request_id, error)
+                end = End("abort", f"server {replica.name} refused it: {error}")
+            else:
+                if not life.done():
+                    replica.failed(error)
+                end = self._nothing(job, str(error))
+        if end is not None:
+            job.complete(end.reason, time.perf_counter(), end.why)
+        return end is None
 
-    def _take(self, job: Job, replica: Replica, got: Generated) -> FinishReason | None:
+    def _take(self, job: Job, replica: Replica, got: Generated) -> End | None:
         """How the job has ended; None where it has not. Raises ServerBroken."""
         before, asked = len(job.tokens), job.asked
         count = job.add(got, self.labels, self._kv, replica.version)
         if count is None:
             replica.answered(0)
-            log.info("what server %s sampled for %s is of no known version", replica.name, job.request.request_id)
-            return self._nothing(job)
+            return self._nothing(job, f"what server {replica.name} sampled is of no known version")
         self._count(job, got, before, count)
         changes = max(0, len(got.meta_info.weight_versions or ()) - 1) if self._kv == "recompute" else 0
         replica.answered(max(0, got.meta_info.num_retractions - changes))
         reason = job.ended(got, self._decode, before)
-        if reason is None and count == 0 and replica.version == asked and replica.takes:
+        if reason is not None:
+            return End(reason)
+        if count == 0 and replica.version == asked and replica.takes:
             # Else new weights ended it in its server's queue, which may come as often as there are new ones.
-            return self._nothing(job)
-        return reason
+            finish = got.meta_info.finish_reason
+            said = finish.message or finish.type if finish is not None else ""
+            return self._nothing(job, f"server {replica.name} ended it without a token ({said})")
+        return None
 
-    def _nothing(self, job: Job) -> FinishReason | None:
+    def _nothing(self, job: Job, why: str) -> End | None:
         """A request came to nothing, for no reason of ours."""
         job.tries += 1
-        return "abort" if job.aborted or job.tries >= MOST_TRIES else None
+        if job.aborted:
+            return End("abort")
+        if job.tries >= MOST_TRIES:
+            return End("abort", f"{job.tries} requests came to nothing, the last one so: {why}")
+        log.info("request %s is asked again: %s", job.request.request_id, why)
+        return None
 
     def _count(self, job: Job, got: Generated, before: int, count: int) -> None:
         meta, counts = got.meta_info, self.counts

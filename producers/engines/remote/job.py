@@ -42,7 +42,6 @@ class Job:
     spans: tuple[VersionSpan, ...] = ()
     tries: int = 0
     """Requests that gave nothing, for no reason of ours."""
-    requests: int = 0
     asked: PolicyVersion | None = None
     """What its server was on when it was last asked."""
     aborted: bool = False
@@ -93,8 +92,8 @@ class Job:
         """Tokens of the request that is under way are not known yet; it counts as begun."""
         return Progress(len(self.tokens), self.spans[0].version if self.spans else self.asked)
 
-    def complete(self, reason: FinishReason, now: float) -> None:
-        """Whoever waits has it now; nothing where it was complete already."""
+    def complete(self, reason: FinishReason, now: float, why: str = "") -> None:
+        """Whoever waits has it now; nothing where it was complete already. `why`: of an "abort"."""
         if self.done.done():
             return
         slot_at = self.slot_at or now
@@ -107,6 +106,7 @@ class Job:
                 finish_reason=reason,
                 queue_s=slot_at - self.asked_at,
                 decode_s=now - slot_at,
+                why=why,
             )
         )
 

@@ -150,22 +150,13 @@ class Replica(abc.ABC):
 
     async def keep(self) -> None:
         """Keep it working until cancelled, or it is lost."""
-        while self.state != "lost":
-            try:
-                await self._begin()
-                self._enter("empty")
-                self.begun.set()
-                await self._fill()
-                await self._watch()
-            except Taken as error:
-                self._lose(str(error))
-            except HeadraceError as error:
-                self._break(str(error))
-                await self._recover()
-            except Exception as error:
-                # Nobody awaits this loop: whoever waits for the server has to hear of a bug here.
-                self._lose(f"this engine failed: {error!r}")
-                raise
+        try:
+            while self.state != "lost":
+                await self._life()
+        except Exception as error:
+            # Nobody awaits this loop: whoever waits for the server has to hear of a bug here.
+            self._lose(f"this engine failed: {error!r}")
+            raise
 
     async def close(self) -> None:
         """End what was started. Idempotent; `keep` was cancelled before."""
@@ -197,6 +188,20 @@ class Replica(abc.ABC):
     @abc.abstractmethod
     async def _end(self) -> None:
         """Let go of it. Idempotent."""
+
+    async def _life(self) -> None:
+        """From its beginning to a failure, and what follows from that."""
+        try:
+            await self._begin()
+            self._enter("empty")
+            self.begun.set()
+            await self._fill()
+            await self._watch()
+        except Taken as error:
+            self._lose(str(error))
+        except HeadraceError as error:
+            self._break(str(error))
+            await self._recover()
 
     async def _fill(self) -> None:
         """Bring the newest version into it, whatever it has. Raises HeadraceError."""
