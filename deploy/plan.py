@@ -60,7 +60,8 @@ def make_plan(wish: Wish, environ: Mapping[str, str], now: datetime, url: str | 
     runs = at_home(resolved.config.run.folder, "run.folder").absolute()
     folder = _resumable(wish, runs) if wish.resume else RunFolder(runs / (wish.run_id or new_run_id(now)))
     with _held(folder, new=not wish.resume):
-        config, changes = localized(resolved.config), ()
+        config = localized(resolved.config)
+        changes: tuple[str, ...] = ()
         if wish.resume:
             config, changes = merged(folder.read_json(folder.config_file) or {}, resolved)
             _check_unfinished(folder, config)

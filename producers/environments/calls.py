@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from headrace.errors import HeadraceError, ServiceError
+from headrace.errors import ServiceError
 from headrace.objects import reason
 
 MOST_LEFT = 4096
@@ -37,7 +37,8 @@ class Calls:
         """What the environment answers, by a coroutine or at once. `whom` names it where it blocks everything.
 
         When this is cancelled, the call has `goodbye_s` left to end by itself before it is cancelled, too.
-        Raises RolloutFailed when it raises or takes too long, ServiceError when too many calls never end.
+        Raises RolloutFailed when it raises, whatever it is, or takes too long; ServiceError when too many calls never
+        end.
         """
         if len(self._left) > self._most_left:
             raise ServiceError(f"{len(self._left)} calls of {whom} and others go on although they were cancelled")
@@ -57,7 +58,7 @@ class Calls:
         if task.cancelled():
             raise RolloutFailed("environment cancelled its own call")
         error = task.exception()
-        if isinstance(error, RolloutFailed | HeadraceError):
+        if isinstance(error, RolloutFailed):
             raise error
         if error is not None:
             raise RolloutFailed(f"environment raised {reason(error)}") from error

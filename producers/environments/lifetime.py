@@ -41,6 +41,8 @@ async def _set_up(name: str, environment: Environment) -> None:
     try:
         await Calls(SETUP_S).ask(f"setup of environment {name!r}", environment.setup)  # type: ignore[attr-defined]
     except RolloutFailed as failed:
+        if isinstance(failed.__cause__, EnvironmentLoadError):
+            raise failed.__cause__ from None  # its own sentence
         raise EnvironmentLoadError(f"environment {name!r} cannot be set up: {failed}") from failed
 
 

@@ -1,15 +1,22 @@
-"""The procedural datasets of the package reasoning_gym (https://github.com/open-thought/reasoning-gym)."""
+"""The procedural datasets of the package reasoning_gym (https://github.com/open-thought/reasoning-gym).
+
+Some take a second for a question. In a producer they are made in a thread of their own, so that nobody waits for one
+but the episodes that ask it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import EnvironmentLoadError
-from producers.environments.api import Rollout
+from producers.environments.api import Done, Observation, Rollout, Turn
 from producers.environments.pass_rates import Band, kept, read_pass_rates
 from producers.environments.reasoning_gym_datasets import Level, make_dataset, score
 from producers.environments.single_turn import SingleTurn
@@ -71,6 +78,18 @@ class ReasoningGym:
         self._chosen = self._choose(pass_rates, Band.of("reasoning_gym", pass_rate, unmeasured))
         tag = re.escape(answer_tag)
         self._tagged = re.compile(rf"<{tag}>(.*?)</{tag}>", re.DOTALL) if answer_tag else None
+        # One at a time: members of a group ask for the same question, and a dataset need not bear two threads.
+        self._thread = ThreadPoolExecutor(1, "reasoning-gym")
+        self._over = threading.Event()
+
+    async def setup(self) -> None:
+        """Make the held-out questions now: the first evaluation would have to wait for them."""
+        if self._eval_size:
+            await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._held_out)
+
+    def teardown(self) -> None:
+        self._over.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -78,9 +97,12 @@ class ReasoningGym:
     def eval_size(self) -> int:
         return len(self._held_out) if self._eval_size else 0
 
-    def episode(self, split: str, index: int, seed: int) -> SingleTurn:
-        entry = self._held_out[index] if split == "eval" else self._train[self._chosen[index]]
-        return SingleTurn(self._prompt.replace("{question}", entry["question"]), entry)
+    def episode(self, split: str, index: int, seed: int) -> Asked:
+        def make() -> SingleTurn:
+            entry = self._held_out[index] if split == "eval" else self._train[self._chosen[index]]
+            return SingleTurn(self._prompt.replace("{question}", entry["question"]), entry)
+
+        return Asked(make, self._thread)
 
     async def score(self, rollout: Rollout) -> float:
         return self._score(rollout)
@@ -111,13 +133,16 @@ class ReasoningGym:
 
     @cached_property
     def _held_out(self) -> list[dict[str, Any]]:
-        """Made when an evaluation asks for it: it takes one pass over the training questions."""
-        seen = {self._train[index]["question"] for index in range(len(self._train))}
+        """Made once they are asked for: it takes one pass over the training questions."""
+        seen: set[str] = set()
         kept: list[dict[str, Any]] = []
-        for entry in map(self._eval.__getitem__, range(len(self._eval))):
-            if entry["question"] not in seen:
+        for part in (self._train, self._eval):
+            for entry in map(part.__getitem__, range(len(part))):
+                if self._over.is_set():
+                    raise EnvironmentLoadError("reasoning_gym: it was ended while its held-out questions were made")
+                if part is self._eval and entry["question"] not in seen:
+                    kept.append(entry)
                 seen.add(entry["question"])
-                kept.append(entry)
         if self._eval_size and not kept:
             raise EnvironmentLoadError(
                 f"reasoning_gym: every question of the eval split of {self._name!r} stands in training too; "
@@ -130,6 +155,32 @@ class ReasoningGym:
             return completion.strip()
         found = self._tagged.findall(completion)
         return found[-1].strip() if found else ""
+
+
+class Asked:
+    """An episode of one turn whose question is made when it begins, in the thread for that."""
+
+    def __init__(self, make: Callable[[], SingleTurn], thread: Executor) -> None:
+        self._make, self._thread = make, thread
+
+    @cached_property
+    def _turn(self) -> SingleTurn:
+        return self._make()
+
+    @property
+    def answer(self) -> Any:
+        """The dataset's entry."""
+        return self._turn.answer
+
+    async def reset(self) -> Observation:
+        turn = await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._turn)
+        return await turn.reset()
+
+    async def step(self, turn: Turn) -> Observation | Done:
+        return Done()
+
+    async def close(self) -> None:
+        return None
 
 
 class Questions:

@@ -4,12 +4,16 @@ import asyncio
 import importlib.util
 import subprocess
 import sys
+import threading
+from contextlib import AsyncExitStack
 
 import pytest
 
 from headrace.config import EnvironmentConfig
 from headrace.errors import EnvironmentLoadError
 from producers.environments.api import Environment, Rollout
+from producers.environments.lifetime import set_up
+from producers.environments.reasoning_gym_adapter import Questions
 from producers.environments.registry import build_environment
 
 installed = pytest.mark.skipif(
@@ -54,6 +58,42 @@ def test_no_eval_question_stands_in_training() -> None:
     assert 0 < len(held_out) < 60
     assert len(set(held_out)) == len(held_out)
     assert not train & set(held_out)
+
+
+@installed
+async def test_questions_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of an evaluation, which are made once the environment is set up."""
+    makers: list[str] = []
+    made = Questions._made
+
+    def note(questions: Questions, index: int) -> dict[str, object]:
+        makers.append(threading.current_thread().name)
+        return made(questions, index)
+
+    monkeypatch.setattr(Questions, "_made", note)
+    environment = gym(dataset="chain_sum", size=20, eval_size=5)
+    async with AsyncExitStack() as stack:
+        await set_up({"gym": environment}, stack)
+        assert environment.eval_size() == 5
+        for split in ("train", "eval"):
+            episodes = [environment.episode(split, 3, 0) for _ in range(4)]
+            shown = await asyncio.gather(*(episode.reset() for episode in episodes))
+            assert len({observation.messages[0].content for observation in shown}) == 1
+            assert episodes[0].answer["question"] == shown[0].messages[0].content
+    assert len(makers) == 25, "each question once"
+    assert threading.current_thread().name not in makers
+
+
+@installed
+async def test_one_that_is_ended_while_it_is_set_up_does_not_go_on() -> None:
+    environment = gym(dataset="knight_swap", size=100_000, eval_size=5)
+    async with AsyncExitStack() as stack:
+        setting_up = asyncio.create_task(set_up({"gym": environment}, stack))
+        await asyncio.sleep(0)
+        setting_up.cancel()
+        await asyncio.wait({setting_up})
+    with pytest.raises(EnvironmentLoadError, match="ended while its held-out questions were made"):
+        environment.eval_size()
 
 
 @installed

@@ -12,7 +12,7 @@ import pytest
 
 from broker.messages import TaskDelivery
 from headrace.config import EnvironmentConfig
-from headrace.errors import EngineError
+from headrace.errors import ConfigError, EngineError, HeadraceError, ServiceError
 from producers.engines.api import Completion, Request
 from producers.environments.api import Done, Environment, Message, Observation, Rollout, Turn
 from producers.environments.calls import RolloutFailed
@@ -139,6 +139,18 @@ async def test_a_reward_that_is_none_fails_the_rollout(reward: object) -> None:
     observation = Observation((Message("user", "on"),), reward=reward)  # type: ignore[arg-type]
     with pytest.raises(RolloutFailed, match=r"gave an Observation with reward .*, not a number"):
         await play(player, Chats(lambda index, seed: MultiTurn("?", 0, lambda turn: observation)), TASK, 0)
+
+
+@pytest.mark.parametrize("error", [ConfigError, EngineError, ServiceError])
+async def test_errors_of_headraces_own_kinds_are_the_episodes_when_it_raises_them(error: type[HeadraceError]) -> None:
+    """An environment may call headrace: what fails there is no failure of the producer."""
+
+    def reply(turn: Turn) -> Done:
+        raise error("no such key")
+
+    player, _ = player_of(lambda shown: "x")
+    with pytest.raises(RolloutFailed, match=f"environment raised {error.__name__}: no such key"):
+        await play(player, Chats(lambda index, seed: MultiTurn("?", 0, reply)), TASK, 0)
 
 
 @pytest.mark.parametrize("reward", [np.float32(0.25), np.float64(0.25), np.array(0.25), Fraction(1, 4)])
