@@ -165,7 +165,7 @@ async def test_weights_that_somebody_removed_end_the_trainer_with_a_sentence(
     def found_out() -> bool:
         for segment in memory.iterdir():
             segment.unlink(missing_ok=True)
-        return process.poll() is not None
+        return process.returncode is not None
 
     await wait_until(found_out, "the trainer finds it out")
     stderr = await trainers.end(process)
