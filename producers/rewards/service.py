@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import aiohttp
 
 from headrace.config import RewardConfig
+from headrace.errors import ConfigError
 from headrace.objects import reason, shortened
+from headrace.secret import secret
 from producers.environments.api import Rollout
 from producers.rewards.formats import BadAnswer, encoded, request, values_of
 from producers.rewards.worker import Score, judged
@@ -52,7 +54,9 @@ class Service:
     """One service for one environment."""
 
     def __init__(self, config: RewardConfig, deadline_s: float) -> None:
+        """Raises ConfigError where the variable with its token is not set."""
         self._config, self._deadline_s = config, deadline_s
+        self._token = _token(config.token_env)
         self._waiting: deque[_Waiting] = deque()
         self._senders: set[asyncio.Task[None]] = set()
         self._session: aiohttp.ClientSession | None = None
@@ -143,8 +147,9 @@ class Service:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            token = os.environ.get(self._config.token_env, "").strip() if self._config.token_env else ""
-            headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+            headers = {"Content-Type": "application/json"}
+            if self._token:
+                headers["Authorization"] = f"Bearer {self._token}"
             # Its own limits are off: the deadline is set where the request is made.
             # Also rollouts that are asked for one by one are so many at once, and no more.
             self._session = aiohttp.ClientSession(
@@ -153,6 +158,13 @@ class Service:
                 connector=aiohttp.TCPConnector(limit=self._config.requests),
             )
         return self._session
+
+
+def _token(variable: str) -> str:
+    token = secret(variable, os.environ).strip() if variable else ""
+    if variable and not token:
+        raise ConfigError(f"reward.token_env = {variable!r}: this variable is not set, nor is {variable}_FILE")
+    return token
 
 
 def pause_s(attempt: int) -> float:

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from headrace.config import EnvironmentConfig, RewardConfig
+from headrace.errors import ConfigError
 from producers.environments.api import Rollout
 from producers.rewards.scorer import Scorer
 from producers.rewards.service import Service
@@ -196,6 +197,27 @@ async def test_what_a_service_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
     fields = {"environment": "own", "index": 0, "prompt": "Q: ", "completion": "right", "turns": [], "metadata": {}}
     expected = {**fields, "answer": {"value": [1, "é"]}, "finish_reason": "stop", "given": None}
     assert told == ("Bearer secret", {"rollouts": [expected]})
+
+
+async def test_a_token_may_stand_in_a_file_and_must_be_somewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        told.append(request.headers.get("Authorization"))
+        return web.json_response({"rewards": [1]})
+
+    async with serving(handler) as url:
+        reward = {"name": url, "token_env": "SERVICE_TOKEN"}
+        with pytest.raises(ConfigError, match="token_env = 'SERVICE_TOKEN': this variable is not set, nor is SERVICE_"):
+            async with scoring(tmp_path, reward):
+                pass
+        (tmp_path / "token").write_text("secret\n")
+        monkeypatch.setenv("SERVICE_TOKEN_FILE", str(tmp_path / "token"))
+        async with scoring(tmp_path, reward) as score:
+            assert (await score("right")).reward == 1.0
+    assert told == ["Bearer secret"]
 
 
 async def test_a_token_that_no_header_can_hold_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

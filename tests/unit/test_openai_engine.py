@@ -105,14 +105,20 @@ async def test_sampling_that_a_server_tells_no_log_probs_of_is_refused_at_start_
             await engine.generate(ask(top_k=3))
 
 
-async def test_the_key_comes_from_the_environment_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_comes_from_the_environment_alone(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with CompletionServer(key="secret") as server:
-        with pytest.raises(ConfigError, match="api_key_env = 'A_KEY': this variable is not set"):
+        with pytest.raises(ConfigError, match="api_key_env = 'A_KEY': this variable is not set, nor is A_KEY_FILE"):
             await make(server, api_key_env="A_KEY")
         monkeypatch.setenv("A_KEY", "wrong")
         with pytest.raises(EngineError, match="wrong key"):
             await make(server, api_key_env="A_KEY")
         monkeypatch.setenv("A_KEY", "secret")
+        assert (await (await make(server, api_key_env="A_KEY")).generate(ask())).finish_reason == "length"
+        monkeypatch.delenv("A_KEY")
+        monkeypatch.setenv("A_KEY_FILE", str(tmp_path / "key"))
+        (tmp_path / "key").write_text("secret\n")
         assert (await (await make(server, api_key_env="A_KEY")).generate(ask())).finish_reason == "length"
 
 

@@ -115,11 +115,11 @@ async def test_one_that_refuses_again_and_again_is_not_left_behind_for_ever() ->
     await made.begun.wait()
     await made.offer(FIRST)
     await wait_until(lambda: made.takes, "it serves")
-    made.fault = REFUSED
-    await made.offer(SECOND)
-    assert made.state == "serving"
-    await made.offer(SECOND)
-    assert made.state == "broken"
+    made.fault, states = REFUSED, list[str]()
+    for _ in range(2):
+        await made.offer(SECOND)
+        states.append(made.state)
+    assert states == ["serving", "broken"]
     await asyncio.wait_for(keeper, 60)
     assert (made.state, made.why) == ("lost", "it failed 2 times in a row, the last time so: it refuses")
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import ConfigError, EngineError, WeightError
+from headrace.secret import secret
 from headrace.version import PolicyVersion
 from producers.engines.api import SamplingParams
 from producers.engines.openai.options import Options
@@ -84,8 +85,8 @@ class OpenAIEngine(ServersEngine[CompletionsReplica]):
 
 
 def _key(variable: str) -> str:
-    if not variable:
-        return ""
-    if not (key := os.environ.get(variable)):
-        raise ConfigError(f"producer.engine_options.api_key_env = {variable!r}: this variable is not set")
-    return key
+    if variable and not secret(variable, os.environ):
+        raise ConfigError(
+            f"producer.engine_options.api_key_env = {variable!r}: this variable is not set, nor is {variable}_FILE"
+        )
+    return secret(variable, os.environ) if variable else ""

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from headrace.secret import secret
 from producers.engines.api import SamplingParams
 from producers.engines.remote.servers import MOST_TOKENS, ServersEngine
 from producers.engines.sglang.launch import LaunchSpec
@@ -17,7 +18,7 @@ from producers.engines.sglang.replica import SglangReplica
 from producers.engines.stops import Decode
 
 KEY_VARIABLE = "HEADRACE_SGLANG_KEY"
-"""Admin key of the servers that are given by URL."""
+"""Admin key of the servers that are given by URL; or, with `_FILE` behind the name, the file that holds it."""
 
 
 class SglangEngine(ServersEngine[SglangReplica]):
@@ -37,9 +38,13 @@ class SglangEngine(ServersEngine[SglangReplica]):
         decode: Decode | None = None,
     ) -> None:
         """`folder`: the model's. `decode`: token ids to text, for stop strings that begin in one request to a server
-        and end in the next."""
+        and end in the next.
+
+        Raises ConfigError for a file with the servers' key that cannot be read.
+        """
         super().__init__(folder, options.kv, slots=slots, context_length=context_length, seed=seed, decode=decode)
         self._options, self._dtype = options, dtype
+        self._key = secret(KEY_VARIABLE, os.environ) if options.urls else ""
         self._logs: Path | None = None
 
     def join_run(self, run_id: str, folder: str) -> None:
@@ -66,7 +71,7 @@ class SglangEngine(ServersEngine[SglangReplica]):
         options = self._options
         if options.urls:
             name, url = options.urls[index], options.urls[index]
-            place = Place(name, options, url=url, key=os.environ.get(KEY_VARIABLE, ""))
+            place = Place(name, options, url=url, key=self._key)
         else:
             name = f"sglang-{secrets.token_hex(2)}-{index}"
             args, env = options.numbered(index)
