@@ -72,7 +72,8 @@ class Outage:
         if seconds and (not self._told or now - self._told >= TOLD_S):
             self._told = now
             why = f"{self.why}, " if self.why else "no answer "
-            return "away", f"{why}for {seconds:.0f} s; everybody waits for it, {self._outage_s:g} s at most"
+            lasted = f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1g}"
+            return "away", f"{why}for {lasted} s; everybody waits for it, {self._outage_s:g} s at most"
         if not seconds and self._told:
             self._told = 0.0
             return "back", "it answers again"

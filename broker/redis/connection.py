@@ -103,13 +103,16 @@ class Connection:
                     self._ready = False
                     sentence = f"Redis at {self.place} forgets its scripts"
                 except exceptions.RedisError as error:
+                    # A silent Redis has kept us waiting since the first try began; one that is gone may have been there
+                    # until now, with nothing to say.
+                    silent = isinstance(error, exceptions.TimeoutError)
+                    since = since or (began if silent else time.monotonic())
                     sentence = await self._look_at(error, on_failure)
                 else:
                     answered = True
                     return answer
                 now = time.monotonic()
-                # A silent Redis has kept us waiting since the first try began.
-                since = began if since is None else since
+                since = now if since is None else since
                 left_s = since + self._patience_s - now
                 if (began if self._patient else now) - since >= self._patience_s:
                     raise BrokerUnavailable(
@@ -120,7 +123,7 @@ class Connection:
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         finally:
             if since is not None:
-                self.waits.over(send, time.monotonic() - since, answered=answered)
+                self.waits.over(send, answered=answered)
 
     async def execute(self, *command: Any) -> Any:
         """One command, tried once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -173,3 +174,25 @@ async def test_a_process_that_was_stopped_for_longer_than_an_outage_may_last_ask
 def started(code: str, **variables: str) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
     return subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
+
+
+async def test_a_read_that_blocked_with_nothing_to_say_was_no_outage(
+    redis_process: Callable[..., RedisProcess], record: RunRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = redis_process()
+    runs = connect_runs(server.url, HASTY)
+    await runs.create(record)
+    await runs.close()
+    port = connect_run(server.url, record.run_id, BrokerConfig(stream_block_ms=20_000, outage_s=60.0))
+    reading = asyncio.create_task(port.orders("0", 20_000))
+    began = time.monotonic()
+    await wait_until(
+        lambda: time.monotonic() - began > 1.5, "it has blocked for longer than an outage is noticed after"
+    )
+    assert caplog.messages == []
+    server.kill()
+    await wait_until(lambda: bool(caplog.messages), "it is said")
+    assert caplog.messages[0].endswith("; waiting for it, 60 s at most")
+    reading.cancel()
+    await asyncio.wait({reading})
+    await port.close()

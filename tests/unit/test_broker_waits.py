@@ -18,16 +18,40 @@ def test_an_outage_is_told_when_it_begins_changes_and_ends(caplog: pytest.LogCap
         waits.note(call, "away", NOTICED_S, 300.0)
     waits.note("b", "loading", 2 * NOTICED_S, 300.0)
     waits.note("b", "", 2 * NOTICED_S, 300.0)
-    waits.over("a", 2.0, answered=True)
+    waits.over("a", answered=True)
     assert told == ["away", "loading"], "one still waits"
-    waits.over("b", 3.0, answered=False)
-    waits.over("c", 0.5, answered=True)
+    waits.over("b", answered=False)
+    waits.over("c", answered=True)
     assert told == ["away", "loading", ""]
-    assert caplog.text.count("away; waiting for it, 0 s so far, 300 s at most") == 1
-    assert caplog.text.count("Redis at here answers again after 2.0 s") == 1
+    assert caplog.messages[0] == "away; waiting for it, 300 s at most"
+    assert caplog.text.count("away; ") == 1
+    assert caplog.text.count("Redis at here answers again after ") == 1
+
+
+@pytest.mark.parametrize(
+    ("lasted_s", "most_s", "sentence"),
+    [
+        (0.4, 300.0, "away; waiting for it, 300 s at most"),
+        (21.4, 300.0, "away; waiting for it, 21 s so far, 300 s at most"),
+        (304.0, 300.0, "away; waiting for it, 300 s at most"),
+    ],
+)
+def test_how_long_is_said_where_it_says_something(
+    caplog: pytest.LogCaptureFixture, lasted_s: float, most_s: float, sentence: str
+) -> None:
+    Waits("here").note("a", "away", lasted_s, most_s)
+    assert caplog.messages == [sentence]
+
+
+def test_an_outage_is_as_long_as_the_one_who_waited_longest(caplog: pytest.LogCaptureFixture) -> None:
+    waits = Waits("here")
+    waits.note("long", "away", 42.0, 300.0)
+    waits.note("short", "away", 0.1, 300.0)
+    waits.over("short", answered=True)
+    assert caplog.messages[-1] == "Redis at here answers again after 42.0 s"
 
 
 def test_nobody_need_be_told() -> None:
     waits = Waits("here")
     waits.note("a", "away", NOTICED_S, 300.0)
-    waits.over("a", 2.0, answered=True)
+    waits.over("a", answered=True)

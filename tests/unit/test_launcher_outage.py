@@ -86,6 +86,7 @@ def test_what_a_service_gives_up_for_is_noticed_before(clock: Clock) -> None:
     with outage.asking():
         clock.now += 0.25
         assert outage.seconds == 0.25
+        assert outage.news() == ("away", "no answer for 0.2 s; everybody waits for it, 300 s at most")
 
 
 def test_a_broker_that_lost_the_run_was_away_for_whoever_asked_for_it(outage: Outage, clock: Clock) -> None:
