@@ -149,6 +149,20 @@ class QueueDepths:
     dead: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpenTask:
+    """A task that has no group yet."""
+
+    task_id: str
+    kind: str
+    admitted_ms: int
+    """On the broker's clock."""
+    holder: str
+    """The producer that has it; empty while none does."""
+    deliveries: int
+    """How often it was handed out, by the entry that it has now."""
+
+
 class ServicePort(Protocol):
     """What every service of a run uses."""
 
@@ -342,6 +356,10 @@ class OperatorPort(ServicePort, Protocol):
     async def balance(self) -> list[Balance]: ...
 
     async def depths(self) -> QueueDepths: ...
+
+    async def oldest_tasks(self, count: int) -> list[OpenTask]:
+        """At most `count` tasks without a group, the oldest first."""
+        ...
 
     async def memory(self) -> tuple[int, int]:
         """Bytes that the broker uses, of all its runs, and its limit; 0 where there is none, or it does not say."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from broker.api import Balance, QueueDepths, RunStatus
+from broker.api import Balance, OpenTask, QueueDepths, RunStatus
 from broker.arrivals import Arrival, limits_of
 from broker.memory.service import MemoryService, number
 from broker.messages import GroupDelivery, TaskKind
@@ -34,6 +34,12 @@ class MemoryOperator(MemoryService):
             groups_held=groups.count(True),
             dead=len(self.store.dead),
         )
+
+    async def oldest_tasks(self, count: int) -> list[OpenTask]:
+        return [
+            OpenTask(one.taken.task_id, one.taken.kind, number(entry_id), one.consumer, one.taken.deliveries)
+            for entry_id, one in list(self.store.tasks.items())[: max(0, count)]
+        ]
 
     async def memory(self) -> tuple[int, int]:
         return 0, 0

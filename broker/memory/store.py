@@ -97,7 +97,8 @@ class RunStore:
     _waiting: set[asyncio.Event] = field(default_factory=set)
 
     def new_id(self) -> str:
-        self._last_id += 1
+        """As in Redis: the time in milliseconds, but always later than the one before."""
+        self._last_id = max(self._last_id + 1, int(time.time() * 1000))
         return f"{self._last_id}-0"
 
     async def wait(self, ready: Callable[[], T], block_ms: float) -> T:

@@ -6,7 +6,7 @@ from typing import get_args
 
 from redis import exceptions
 
-from broker.api import Balance, QueueDepths, RunStatus
+from broker.api import Balance, OpenTask, QueueDepths, RunStatus
 from broker.arrivals import limits_of
 from broker.bounds import KEEP_ENDED_MS
 from broker.messages import GroupDelivery, TaskKind
@@ -49,6 +49,13 @@ class RedisOperator(RedisService):
 
     async def depths(self) -> QueueDepths:
         return QueueDepths(*await self._link.script("depths"))
+
+    async def oldest_tasks(self, count: int) -> list[OpenTask]:
+        rows = await self._link.script("oldest_tasks", count) if count > 0 else []
+        return [
+            OpenTask(text(task), text(kind), int(text(entry_id).partition("-")[0]), text(holder), int(deliveries))
+            for entry_id, task, kind, holder, deliveries in rows
+        ]
 
     async def memory(self) -> tuple[int, int]:
         said = await self._link.send("INFO", "memory")
