@@ -131,7 +131,7 @@ class _Studio:
     wish: Wish
     tasks: list[Task]
     stage: Stage
-    heard: dict[tuple[str, int], Played]
+    heard: dict[tuple[str, int], tuple[Played, Score]]
 
     async def played(self) -> AsyncGenerator[list[Shown], None]:
         """Group by group, in their order; as many play at once as fill the slots, and one more."""
@@ -157,7 +157,7 @@ class _Studio:
         return [await self._shown(task, number, seat) for number, seat in enumerate(in_play.seats)]
 
     async def _shown(self, task: Task, number: int, seat: Seat) -> Shown:
-        played = self.heard.pop((task.task_id, number), None)
+        played, score = self.heard.pop((task.task_id, number), (None, Score()))
         member, free = seat.member, self.wish.prompt is not None
         trajectory = member.trajectory if member is not None else None
         correct = trajectory.correct if trajectory is not None and not free else None
@@ -180,14 +180,15 @@ class _Studio:
             finish_reason=trajectory.finish_reason if trajectory is not None else "",
             failure="" if trajectory is not None else (member.failure if member is not None else "it was ended"),
             seconds=played.decode_s if played is not None else 0.0,
+            summands=score.parts,
         )
 
 
 async def _open(wish: Wish, stack: AsyncExitStack) -> _Studio:
-    heard: dict[tuple[str, int], Played] = {}
+    heard: dict[tuple[str, int], tuple[Played, Score]] = {}
 
-    def hear(task: Task, number: int, played: Played) -> None:
-        heard[task.task_id, number] = played
+    def hear(task: Task, number: int, played: Played, score: Score) -> None:
+        heard[task.task_id, number] = played, score
 
     if wish.prompt is not None:
         player = await open_player(wish.config, stack)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class Shown:
     """Why there is no sample; `parts` are as far as it came."""
     seconds: float = 0.0
     """In a slot of the engine."""
+    summands: Mapping[str, float] = field(default_factory=dict)
+    """Of a reward that is a weighted sum: what each part of it gave, by its name, before it was weighted."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -81,6 +83,7 @@ def line_of(sample: Shown) -> dict[str, Any]:
         "index": sample.index,
         "member": sample.member,
         "reward": sample.reward,
+        "summands": dict(sample.summands),
         "correct": sample.correct,
         "finish_reason": sample.finish_reason,
         "failure": sample.failure,
@@ -125,7 +128,8 @@ def _head(sample: Shown) -> str:
     if sample.failure:
         return said[0]
     if sample.reward is not None:
-        said.append(f"reward {sample.reward:.3g}")
+        summands = ", ".join(f"{name} {value:.3g}" for name, value in sample.summands.items())
+        said.append(f"reward {sample.reward:.3g}{summands and f' ({summands})'}")
     if sample.correct is not None:
         said.append("right" if sample.correct else "wrong")
     return ": ".join([said[0], ", ".join([*said[1:], f"ended by {sample.finish_reason}"])])

@@ -13,6 +13,7 @@ from headrace.telemetry.journal import Journal, LossyJournal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane, idle_fraction
 from producers.engines.api import Engine, EngineStats
+from producers.rewards.worker import Score
 from weightsync.receiver import Commit
 from weightsync.transports import KINDS
 
@@ -113,6 +114,18 @@ class Gauges:
                 "reward", trajectory.reward, buckets=REWARDS, help="Rewards of rollouts", kind=group.kind
             )
         self._write(group, outcome)
+
+    def scored(self, environment: str, score: Score) -> None:
+        """What the parts of a weighted sum gave to one rollout, before they were weighted."""
+        for part, value in score.parts.items():
+            self._metrics.observe(
+                "reward_part",
+                value,
+                buckets=REWARDS,
+                help="Parts of rewards, unweighted",
+                environment=environment,
+                part=part,
+            )
 
     def backlog(self, environment: str, unscored: int, held_back: int) -> None:
         """Groups of an environment that wait for scores, and those that wait for these."""

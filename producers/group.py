@@ -41,8 +41,8 @@ class Stage:
     """Environments with a reward that the user named: it counts, whatever an episode gives by itself."""
     grouped: frozenset[str] = frozenset()
     """Of these, those with a reward that is relative to the rest of a group."""
-    heard: Callable[[Task, int, Played], None] | None = None
-    """Is told of each member that was played to its end, besides."""
+    heard: Callable[[Task, int, Played, Score], None] | None = None
+    """Is told of each member that was played to its end, and of its score, besides."""
 
 
 async def play_group(stage: Stage, delivery: TaskDelivery, in_play: InPlay, budget_s: float) -> Group:
@@ -147,7 +147,7 @@ async def _scored(stage: Stage, task: Task, number: int, played: Played, gatheri
     if gathering is not None and not score.failure:
         score = added(score, await gathering.join(number, played.rollout))
     if stage.heard is not None:
-        stage.heard(task, number, played)
+        stage.heard(task, number, played, score)
     trajectory = None
     if not score.failure:
         reward = score.reward + (played.turn_reward if own else 0.0)

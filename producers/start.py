@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ async def _assemble(
     host = host_name()
     # What can be refused cheaply comes before what takes long.
     environments = {name: build_environment(entry) for name, entry in environments_of(config).items()}
-    folder, digests = _model(record, config)
+    folder = model_folder(config)
+    digests = record.digests if folder is None else _digests(folder)
     metrics = Metrics(told.run_id, told.name)
     producer: Producer | None = None
 
@@ -77,16 +79,15 @@ async def _assemble(
     )
     await _join(port, Hello(told.name, SCHEMA, digests, host, os.getpid(), metrics_url))
 
-    scorer = scorer_of(config)
-    stack.push_async_callback(scorer.close)
-    scorer.start()
+    scorer = start_scorer(config, stack)
     await set_up(environments, stack)
-    chat = await _chat(config, folder)
-    engine = await _engine(config, folder, stack, told.run_id, record.folder)
+    chat = await load_chat(config, folder)
+    engine = await start_engine(config, folder, stack, run=(told.run_id, record.folder))
     gauges = Gauges(engine, metrics, journal_of(record.folder, told.name))
     stack.callback(gauges.close)
 
     stage = stage_of(told.name, config, environments, player_of(config, engine, chat), scorer)
+    stage = replace(stage, heard=lambda task, _, __, score: gauges.scored(task.environment, score))
     jobs = Jobs(told.name, port, stage, config, gauges, service.stopping)
     receiver = await _receiver(told, config, port, host, engine, jobs, gauges, stack)
     producer = Producer(
@@ -131,16 +132,28 @@ async def _receiver(
     )
 
 
-async def _chat(config: Config, folder: Path | None) -> Chat:
+def model_folder(config: Config) -> Path | None:
+    """The model's folder on this machine; None for an engine that has no model. Raises ModelError."""
+    if config.producer.engine in MODELLESS:
+        return None
+    from headrace.policy.prepare import resolve_model
+
+    return resolve_model(config.model.path)
+
+
+async def load_chat(config: Config, folder: Path | None) -> Chat:
     if folder is None:
         return ByteChat()
     return await asyncio.to_thread(TemplateChat.load, folder, config.model.tool_format)
 
 
-async def _engine(config: Config, folder: Path | None, stack: AsyncExitStack, run_id: str, run_folder: str) -> Engine:
+async def start_engine(
+    config: Config, folder: Path | None, stack: AsyncExitStack, run: tuple[str, str] | None = None
+) -> Engine:
+    """`run` is the id and the folder of the run that it samples for, where it is one. Closing `stack` ends it."""
     engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
-    if isinstance(engine, JoinsRun):
-        engine.join_run(run_id, run_folder)
+    if run is not None and isinstance(engine, JoinsRun):
+        engine.join_run(*run)
     stack.push_async_callback(engine.close)
     await engine.start()
     return engine
@@ -169,25 +182,24 @@ def stage_of(name: str, config: Config, environments: dict[str, Environment], pl
     )
 
 
-def scorer_of(config: Config) -> Scorer:
+def start_scorer(config: Config, stack: AsyncExitStack) -> Scorer:
+    """Closing `stack` ends its processes."""
     producer = config.producer
-    return Scorer(
+    scorer = Scorer(
         environments_of(config),
         workers=producer.reward_workers,
         deadline_s=producer.reward_deadline_s,
         memory_mb=producer.reward_memory_mb,
     )
+    stack.push_async_callback(scorer.close)
+    scorer.start()
+    return scorer
 
 
-def _model(record: RunRecord, config: Config) -> tuple[Path | None, dict[str, str]]:
-    """The model's folder on this machine and its digests; no folder for an engine that has no model."""
-    if config.producer.engine in MODELLESS:
-        return None, record.digests
+def _digests(folder: Path) -> dict[str, str]:
     from headrace.policy.loading import model_digests
-    from headrace.policy.prepare import resolve_model
 
-    folder = resolve_model(config.model.path)
-    return folder, model_digests(folder)
+    return model_digests(folder)
 
 
 async def _join(port: ProducerPort, hello: Hello) -> None:

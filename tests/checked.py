@@ -52,6 +52,11 @@ class Game(Fine):
         return MultiTurn(f"{split} {index} {number}", number, reply)
 
 
+def half(rollout: Rollout) -> float:
+    """A reward of its own."""
+    return 0.5
+
+
 class Given(Game):
     """Judges by what was given meanwhile, as rollouts have it."""
 

@@ -17,7 +17,7 @@ from broker.messages import Trajectory, VersionSpan
 from deploy.asked import asked
 from deploy.generate import Wish, _run, run
 from deploy.generate_show import Part, Shown, line_of, parts_of, show
-from headrace.config import Config
+from headrace.config import Config, RewardConfig
 from headrace.errors import ConfigError
 from headrace.version import PolicyVersion
 from producers.environments.pass_rates import read_pass_rates
@@ -69,6 +69,18 @@ def test_a_sample_is_shown_to_a_person_and_to_a_machine(capsys: pytest.CaptureFi
     line = json.loads(json.dumps(line_of(sample)))
     assert (line["index"], line["reward"], line["tokens"], line["sampled_tokens"]) == (7, 1.25, 8, 3)
     assert line["parts"][1]["versions"][1] == {"start": 2, "end": 3, "version": "1.1", "kv": "kept"}
+
+
+async def test_the_parts_of_a_weighted_sum_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [RewardConfig(name="environment", weight=0.5), RewardConfig(name="tests.checked:half", weight=2.0)]
+    config = scripted("tests.checked:Game")
+    (entry,) = config.environments
+    config = config.model_copy(update={"environments": (entry.model_copy(update={"reward": tuple(parts)}),)})
+    _, (sample,) = await samples_of(Wish(config, tasks=1, samples=1))
+    assert (sample.reward, sample.summands) == (0.5 * 1.0 + 2.0 * 0.5, {"environment": 1.0, "tests.checked:half": 0.5})
+    assert line_of(sample)["summands"] == sample.summands
+    show(sample)
+    assert ": reward 1.5 (environment 1, tests.checked:half 0.5), wrong, ended by" in capsys.readouterr().out
 
 
 async def test_groups_come_in_order_with_rewards_of_turn_and_end() -> None:

@@ -18,6 +18,7 @@ from headrace.version import PolicyVersion
 from producers.engines.api import Request, SamplingParams
 from producers.engines.scripted import ScriptedEngine
 from producers.gauges import Gauges, wasted
+from producers.rewards.worker import Score
 from tests.support import make_group, make_task
 
 GROUP = make_group(make_task("t"), 1, "p1")
@@ -52,16 +53,31 @@ def counts(metrics: Metrics, name: str) -> dict[str, float]:
     return found
 
 
+def test_the_parts_of_a_reward_are_seen_by_themselves() -> None:
+    told, metrics = gauges()
+    told.scored("sums", Score(0.95, parts={"math_verify": 1.0, "mine.py:brief": 0.5}))
+    told.scored("sums", Score(1.0, parts={"math_verify": 1.0, "mine.py:brief": 1.0}))
+    told.scored("sums", Score(1.0))
+    told.scored("sums", Score(failure="reward took too long"))
+    buckets = counts(metrics, "reward_part_bucket")
+    assert {labels: count for labels, count in buckets.items() if labels.split()[1] in ("0.5", "+Inf")} == {
+        "sums 0.5 math_verify": 0.0,
+        "sums +Inf math_verify": 2.0,
+        "sums 0.5 mine.py:brief": 1.0,
+        "sums +Inf mine.py:brief": 2.0,
+    }
+
+
 def test_tokens_are_thrown_away_for_a_reason() -> None:
     told, metrics = gauges()
-    told.published_group(GROUP, "published", 12)
+    told.published_group(GROUP, "published", 12, {})
     assert counts(metrics, "tokens_thrown_away_total") == {"failed": 0.0}
-    told.published_group(replace(GROUP, failures=("no",)), "repeated", 15)
-    told.published_group(FAILED, "published", 4)
-    told.published_group(GROUP, "superseded", 13)
-    told.published_group(STALE, "superseded", 7)
-    told.published_group(STALE, "published", 7)
-    told.lost(30)
+    told.published_group(replace(GROUP, failures=("no",)), "repeated", 15, {})
+    told.published_group(FAILED, "published", 4, {})
+    told.published_group(GROUP, "superseded", 13, {})
+    told.published_group(STALE, "superseded", 7, {})
+    told.published_group(STALE, "published", 7, {})
+    told.lost(30, "t")
     assert counts(metrics, "tokens_thrown_away_total") == {
         "failed": 7.0,
         "superseded": 20.0,
@@ -123,7 +139,7 @@ def test_a_full_disk_ends_no_rollout(tmp_path: Path, caplog: pytest.LogCaptureFi
     journal = FullDisk(tmp_path / "p1.jsonl")
     told, metrics = gauges(journal)
     told.event("one")
-    told.published_group(GROUP, "published", 12)
+    told.published_group(GROUP, "published", 12, {})
     assert counts(metrics, "journal_lines_lost_total") == {"": 2.0}
     assert caplog.text.count("No space left on device; rollouts go on without it") == 1
     (trouble,) = told.heartbeat(0.0, "")["troubles"]
