@@ -13,7 +13,8 @@ from producers.environments.api import Message, Observation
 from producers.environments.single_turn import SingleTurn
 
 ROLES = ("system", "user", "assistant")
-_PLACE = re.compile(r"{{|}}|{([A-Za-z_][\w.]*)}")
+_PLACE = re.compile(r"{{|}}|{([^\W\d][\w. -]*)}")
+"""A column's name begins with a letter and has letters, digits, dots, spaces and dashes; other braces are braces."""
 
 
 class BadRow(Exception):

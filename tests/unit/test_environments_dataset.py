@@ -59,6 +59,16 @@ def test_columns_fill_the_prompt_and_say_the_answer(tmp_path: Path) -> None:
     assert asyncio.run(environment.score(rollout("four", 4))) == 0.0
 
 
+def test_a_columns_name_may_have_spaces_dashes_and_letters_of_any_script(tmp_path: Path) -> None:
+    rows = [{"the question": "2+2?", "hint-1": "even", "прим": "x", "a b": {"c d": 7}, "answer": 4}]
+    prompt = "{the question} ({hint-1}, {прим}, {a b.c d}) \\boxed{} \\frac{1}{2} {{no column}}"
+    environment = dataset(data=lines(tmp_path, rows), prompt=prompt)
+    (message,) = asyncio.run(environment.episode("train", 0, 7).reset()).messages
+    assert message.content == "2+2? (even, x, 7) \\boxed{} \\frac{1}{2} {no column}"
+    with pytest.raises(EnvironmentLoadError, match="there is no column 'no such column'"):
+        dataset(data=lines(tmp_path, rows), prompt="{the question} {no such column}").episode("train", 0, 7)
+
+
 def test_a_column_of_messages_is_shown_as_it_is(tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "hi"},
