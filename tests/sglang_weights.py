@@ -16,6 +16,7 @@ from headrace.version import PolicyVersion
 from producers.engines.remote.answers import Generated
 from producers.engines.remote.staged import Staged
 from producers.engines.sglang.client import SglangClient
+from tests.remote_engines import fill, scored
 from tests.tiny import tiny_llama
 from weightsync.manifest import Layout
 
@@ -49,47 +50,16 @@ def tiny_layout(dtype: str = "float32") -> Layout:
 
 def stage(staged: Staged, seed: int) -> PolicyVersion:
     """Put that version into it and seal it."""
-    import torch
-
-    buffer = staged.buffer
-    named = dict(model_of(seed, staged.layout.tensors[0].dtype).named_parameters())
-    for spec in staged.layout.tensors:
-        wire = named[spec.name].detach().to(getattr(torch, spec.dtype))
-        buffer[spec.offset : spec.end] = wire.reshape(-1).view(torch.uint8).numpy()
+    fill(staged.buffer, staged.layout, model_of(seed, staged.layout.tensors[0].dtype))
     version = PolicyVersion(1, seed)
     staged.seal(version)
     return version
-
-
-def expected_logprobs(seed: int, prompt: Sequence[int], tokens: Sequence[int], dtype: str = "float32") -> np.ndarray:
-    """[len(tokens)] log-probs of these tokens after the prompt, by transformers."""
-    import torch
-
-    with torch.no_grad():
-        logits = model_of(seed, dtype)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    found = logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
-    return np.asarray(found.numpy())
 
 
 def body(count: int, rid: str, prompt: Sequence[int] = PROMPT, temperature: float = 0.0) -> dict[str, object]:
     """Of a request for so many tokens."""
     sampling = {"max_new_tokens": count, "temperature": temperature, "ignore_eos": True}
     return {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "rid": rid}
-
-
-def replayed_logprobs(seeds: Sequence[int], prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-    """[len(tokens)] of a decoder that keeps its keys and values: token i is sampled by the weights of `seeds[i]`."""
-    import torch
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    found, new = [], list(prompt)
-    with torch.no_grad():
-        for seed, token in zip(seeds, tokens, strict=True):
-            logits = model_of(seed)(torch.tensor([new]), past_key_values=cache, use_cache=True).logits[0, -1]
-            found.append(float(logits.log_softmax(-1)[token]))
-            new = [token]
-    return np.array(found, np.float32)
 
 
 async def assert_serves(client: SglangClient, seed: int, dtype: str = "float32", rid: str = "check") -> None:
@@ -99,7 +69,7 @@ async def assert_serves(client: SglangClient, seed: int, dtype: str = "float32",
     answer = await client.generate(body(12, rid))
     tokens = answer.output_ids
     logprobs = logprobs_of(answer)
-    expected = expected_logprobs(seed, PROMPT, tokens, dtype)
+    expected = scored(model_of(seed, dtype), PROMPT, tokens)
     assert np.abs(logprobs - expected).max() < CLOSE
     with torch.no_grad():
         logits = model_of(seed, dtype)(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]

@@ -1,7 +1,6 @@
 """The vLLM servers of tests/vllm/: where vLLM is, and how a small one is started on the CPU.
 
-`.ci/vllm` puts it into a virtual environment of its own. With HEADRACE_TEST_ALL_SERVERS=1 tests fail where it is
-missing, elsewhere they are skipped.
+`.ci/vllm` puts it into a virtual environment of its own.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import pytest
 
 from producers.engines.sglang import guard
+from tests.remote_engines import server_python
 from tests.support import wait_until
 from tests.tiny import save_tiny_llama, tiny_llama
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-VENV = Path(__file__).parents[1] / ".servers" / "vllm"
 START_S = 400.0
 CONTEXT = 4096
 """A tiny model samples it in seconds: requests that are to be under way still must be long."""
@@ -44,16 +42,6 @@ _ARGS = f"""
 """So many batched tokens that no prompt is computed in parts, which ends a server on a CPU where it has a seed."""
 _HEAD_DIM = 64
 """Its attention for the CPU knows only heads of at least 32."""
-
-
-def vllm_python() -> str:
-    """The interpreter that has vLLM. Skips the test where there is none; fails it where all servers must be there."""
-    if not (VENV / ".ready").exists():
-        reason = f"no vLLM in {VENV}: run .ci/vllm"
-        if os.environ.get("HEADRACE_TEST_ALL_SERVERS") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return str(VENV / "bin" / "python")
 
 
 def small_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
@@ -79,7 +67,7 @@ class VllmServer:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
-        self._command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        self._command = [server_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", str(port), *_ARGS.split(), *args]
         self._guard = self._start()
 

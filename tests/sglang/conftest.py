@@ -12,8 +12,10 @@ import pytest
 import pytest_asyncio
 
 from producers.engines.sglang.client import SglangClient
+from producers.engines.sglang.engine import KEY_VARIABLE
 from producers.engines.sglang.launch import Server
-from tests.sglang_servers import There, save_model, tiny_spec
+from tests.sglang_servers import There, tiny_spec
+from tests.tiny import save_tiny_llama
 
 collect_ignore_glob = [] if os.environ.get("HEADRACE_TEST_SGLANG") == "1" else ["test_*.py"]
 
@@ -21,14 +23,18 @@ collect_ignore_glob = [] if os.environ.get("HEADRACE_TEST_SGLANG") == "1" else [
 @pytest.fixture(scope="session")
 def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny model that the server starts with; tests do not change it."""
-    return save_model(tmp_path_factory.mktemp("sglang-model"))
+    return save_tiny_llama(tmp_path_factory.mktemp("sglang-model"))
 
 
 @pytest.fixture(scope="session")
 def sglang_server(tmp_path_factory: pytest.TempPathFactory, sglang_model: Path) -> Iterator[Server]:
-    """The session's server. Tests leave it running, not paused; what weights and label it has is each test's to set."""
+    """The session's server, with its key in the environment. Tests leave it running, not paused; what weights and label
+    it has is each test's to set."""
     if there := os.environ.get("HEADRACE_TEST_SGLANG_AT"):
-        yield cast("Server", There(*there.split()))
+        server = cast("Server", There(*there.split()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(KEY_VARIABLE, server.admin_key)
+            yield server
         return
     server = Server(tiny_spec(sglang_model, logs=tmp_path_factory.mktemp("sglang-logs")), "sglang")
 
@@ -38,7 +44,9 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory, sglang_model: Path) 
 
     try:
         asyncio.run(ready())
-        yield server
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(KEY_VARIABLE, server.admin_key)
+            yield server
     finally:
         server.kill()
 

@@ -11,53 +11,25 @@ import pytest
 import pytest_asyncio
 
 from headrace.errors import EngineError
-from headrace.version import PolicyVersion
-from producers.engines.api import Completion, Request, SamplingParams
 from producers.engines.remote.options import parsed
-from producers.engines.sglang.engine import KEY_VARIABLE, SglangEngine
+from producers.engines.sglang.engine import SglangEngine
 from producers.engines.sglang.launch import Server
 from producers.engines.sglang.options import Options
-from tests.sglang_servers import scored, stage
+from tests.remote_engines import FIRST, PROMPT, SECOND, apart, ask, scored, spans_of, stage
+from tests.sglang_servers import decodes, engine_at
 from tests.support import wait_until
 from tests.tiny import tiny_llama
-
-FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
-PROMPT = tuple(range(10, 40))
-
-
-def ask(name: str, prompt: tuple[int, ...] = PROMPT, **sampling: object) -> Request:
-    params = SamplingParams(**{"max_new_tokens": 12, **sampling})  # type: ignore[arg-type]
-    return Request(name, np.array(prompt, np.int32), params)
-
-
-def letters(token_ids: list[int]) -> str:
-    """Text of the tiny model's tokens: one letter each is enough for stop strings."""
-    return "".join(chr(0x100 + token) for token in token_ids)
-
-
-def engine_at(server: Server, model: Path, **options: object) -> SglangEngine:
-    made = parsed(Options, {"urls": [server.url], "poll_s": 0.1, **options})
-    return SglangEngine(model, made, slots=8, context_length=200, seed=3, decode=letters)
-
-
-@pytest.fixture(autouse=True)
-def key(sglang_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, sglang_server.admin_key)
 
 
 @pytest_asyncio.fixture
 async def engine(sglang_server: Server, sglang_model: Path) -> AsyncIterator[SglangEngine]:
     """On the weights of seed 1, as version 1.0."""
-    made = engine_at(sglang_server, sglang_model)
+    made = engine_at(sglang_server.url, sglang_model)
     await made.start()
     stage(made, tiny_llama(1))
     await made.commit(FIRST)
     yield made
     await made.close()
-
-
-def spans_of(done: Completion) -> list[tuple[int, int, PolicyVersion, str]]:
-    return [tuple(span) for span in done.spans]  # type: ignore[misc]
 
 
 async def test_tokens_come_with_the_log_probs_of_the_model_that_was_committed(engine: SglangEngine) -> None:
@@ -66,22 +38,21 @@ async def test_tokens_come_with_the_log_probs_of_the_model_that_was_committed(en
     assert done.token_ids_N.dtype == np.int32
     assert done.logprobs_N.dtype == np.float32
     assert spans_of(done) == [(0, 12, FIRST, "fresh")]
-    assert np.abs(done.logprobs_N - scored(tiny_llama(1), PROMPT, done.token_ids_N.tolist())).max() < 2e-4
+    assert apart(done, tiny_llama(1)) < 2e-4
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 async def test_log_probs_are_those_at_the_temperature(engine: SglangEngine, temperature: float) -> None:
     done = await engine.generate(ask("t/0/0", temperature=temperature))
-    right = scored(tiny_llama(1), PROMPT, done.token_ids_N.tolist(), temperature)
-    assert np.abs(done.logprobs_N - right).max() < 2e-4
+    assert apart(done, tiny_llama(1), temperature=temperature) < 2e-4
 
 
 async def test_greedy_log_probs_are_those_of_temperature_one(engine: SglangEngine) -> None:
     done, other = await asyncio.gather(
         engine.generate(ask("t/0/0", temperature=0.0)), engine.generate(ask("t/1/0", temperature=1.5))
     )
-    assert np.abs(done.logprobs_N - scored(tiny_llama(1), PROMPT, done.token_ids_N.tolist())).max() < 2e-4
-    assert np.abs(other.logprobs_N - scored(tiny_llama(1), PROMPT, other.token_ids_N.tolist(), 1.5)).max() < 2e-4
+    assert apart(done, tiny_llama(1)) < 2e-4
+    assert apart(other, tiny_llama(1), temperature=1.5) < 2e-4
 
 
 async def test_log_probs_are_those_after_top_k_and_top_p(engine: SglangEngine) -> None:
@@ -136,7 +107,7 @@ async def test_the_end_token_of_the_model_is_no_stop_token_of_ours(engine: Sglan
     assert engine.stats().recomputed_tokens > 0  # it went on in a request of its own
     assert (len(tokens), done.finish_reason) == (20, "length")
     assert [span.version for span in done.spans] == [SECOND]
-    assert np.abs(done.logprobs_N - scored(model, PROMPT, tokens)).max() < 2e-4
+    assert apart(done, model) < 2e-4
 
 
 async def test_the_context_is_a_limit(engine: SglangEngine) -> None:
@@ -191,7 +162,7 @@ async def test_a_cancelled_generate_frees_its_slot(engine: SglangEngine) -> None
 
 async def test_a_commit_in_the_middle_splits_the_spans(engine: SglangEngine) -> None:
     running = asyncio.create_task(engine.generate(ask("a", max_new_tokens=150)))
-    await wait_until(lambda: bool(engine.replicas[0].load and engine.replicas[0].load.running), "it decodes")
+    await decodes(engine)
     stage(engine, tiny_llama(2))
     still = await engine.commit(SECOND)
     assert still > 0
@@ -206,7 +177,7 @@ async def test_a_commit_in_the_middle_splits_the_spans(engine: SglangEngine) -> 
     assert np.abs(done.logprobs_N[split:] - scored(tiny_llama(2), PROMPT, tokens)[split:]).max() > 1e-3
     # The same prompt: what the old policy left in the cache is not read.
     assert spans_of(new) == [(0, 12, SECOND, "fresh")]
-    assert np.abs(new.logprobs_N - scored(tiny_llama(2), PROMPT, new.token_ids_N.tolist())).max() < 2e-4
+    assert apart(new, tiny_llama(2)) < 2e-4
 
 
 async def test_open_requests_tell_how_far_they_are(engine: SglangEngine) -> None:
@@ -234,7 +205,7 @@ async def test_close_ends_everything_with_abort(engine: SglangEngine) -> None:
 
 
 async def test_nothing_is_sampled_before_a_version_is_there(sglang_server: Server, sglang_model: Path) -> None:
-    made = engine_at(sglang_server, sglang_model)
+    made = engine_at(sglang_server.url, sglang_model)
     await made.start()
     assert made.version is None
     with pytest.raises(EngineError, match="no policy version"):

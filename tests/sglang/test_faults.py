@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -20,10 +19,9 @@ from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.engine import SglangEngine
 from producers.engines.sglang.launch import Server
 from producers.engines.sglang.options import Options
-from tests.sglang.test_engine import FIRST, PROMPT, SECOND, ask, letters
-from tests.sglang.test_engine import key as key
-from tests.sglang_proxy import FaultyProxy
-from tests.sglang_servers import scored, stage
+from tests.remote_engines import FIRST, SECOND, apart, ask, letters, stage
+from tests.server_proxy import FaultyProxy
+from tests.sglang_servers import decodes
 from tests.support import wait_until
 from tests.tiny import tiny_llama
 
@@ -64,11 +62,7 @@ async def assert_right(engine: SglangEngine, calls: list[asyncio.Task[Completion
     for done in [*await asyncio.gather(*calls), await engine.generate(ask("after/0/0"))]:
         assert done.finish_reason == "length"
         assert {span.version for span in done.spans} == {FIRST}
-        assert np.abs(done.logprobs_N - scored(tiny_llama(1), PROMPT, done.token_ids_N.tolist())).max() < 3e-4
-
-
-async def decodes(engine: SglangEngine) -> None:
-    await wait_until(lambda: any(one.load and one.load.running for one in engine.replicas), "it decodes")
+        assert apart(done, tiny_llama(1)) < 3e-4
 
 
 async def test_one_answer_of_5xx_costs_nobody_else_anything(proxy: FaultyProxy, make: Make) -> None:
@@ -170,6 +164,23 @@ async def test_a_server_in_use_by_another_engine_is_refused(sglang_server: Serve
         await asyncio.gather(*busy_calls)
 
 
+async def test_an_update_that_touched_nothing_leaves_the_server_at_work(proxy: FaultyProxy, make: Make) -> None:
+    engine = await make(proxy.url)
+    calls = running(engine)
+    await decodes(engine)
+    proxy.fail = {"/pause_generation"}
+    stage(engine, tiny_llama(2))
+    assert await engine.commit(SECOND) == 0.0
+    assert (engine.replicas[0].state, engine.version) == ("serving", FIRST)
+    proxy.fail = set()
+    await assert_right(engine, calls)
+    stage(engine, tiny_llama(2))
+    assert await engine.commit(SECOND) > 0.0
+    done = await engine.generate(ask("t/0/0"))
+    assert [span.version for span in done.spans] == [SECOND]
+    assert engine.replicas[0]._failures == 0
+
+
 async def test_an_incomplete_version_is_never_sampled_from(
     sglang_server: Server, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,4 +213,4 @@ async def test_an_incomplete_version_is_never_sampled_from(
     spoilt[0].seal(SECOND)
     done = await call
     assert [span.version for span in done.spans] == [SECOND]
-    assert np.abs(done.logprobs_N - scored(model, PROMPT, done.token_ids_N.tolist())).max() < 3e-4
+    assert apart(done, model) < 3e-4

@@ -15,8 +15,8 @@ from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.launch import Server
 from producers.environments.api import Rollout
 from producers.rewards.scorer import Scorer
-from tests.sglang_servers import save_model, tiny_spec
-from tests.tiny import SIZES, VOCABULARY
+from tests.sglang_servers import tiny_spec
+from tests.tiny import SIZES, VOCABULARY, save_tiny_llama
 
 TEMPLATE = "<|start|>user\n{prompt}<|end|>\n<|start|>assistant\n{completion}<|end|>"
 
@@ -30,7 +30,7 @@ def tiny_reward_model() -> LlamaForSequenceClassification:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
     """The model's folder, the URL of `/classify`, and the key of the server."""
-    folder = save_model(tmp_path_factory.mktemp("reward-model"))
+    folder = save_tiny_llama(tmp_path_factory.mktemp("reward-model"))
     tiny_reward_model().save_pretrained(folder)
     server = Server(tiny_spec(folder, "--is-embedding", logs=tmp_path_factory.mktemp("reward-logs")), "reward-model")
 

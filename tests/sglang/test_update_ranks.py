@@ -14,9 +14,9 @@ from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.launch import Server
 from producers.engines.sglang.loading import capabilities
 from producers.engines.sglang.updates import Updater
-from tests.sglang_servers import save_model, tiny_spec
+from tests.sglang_servers import tiny_spec
 from tests.sglang_weights import ROOM, assert_serves, fresh, model_of, renamed, stage
-from tests.tiny import SIZES
+from tests.tiny import SIZES, save_tiny_llama
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -26,7 +26,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A server on a CPU fills its MLP up to multiples of 32 for each rank: this one fits."""
     monkeypatch.setitem(SIZES, "intermediate_size", 128)
     model_of.cache_clear()
-    yield save_model(tmp_path / "model")
+    yield save_tiny_llama(tmp_path / "model")
     model_of.cache_clear()
 
 

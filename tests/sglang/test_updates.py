@@ -18,18 +18,17 @@ from producers.engines.remote.updating import UpdateFailed
 from producers.engines.sglang.client import SglangClient
 from producers.engines.sglang.loading import MeansName, capabilities
 from producers.engines.sglang.updates import Updater
+from tests.remote_engines import replayed, scored
 from tests.sglang_weights import (
     PROMPT,
     assert_serves,
     body,
     decoding,
-    expected_logprobs,
     fresh,
     goes_on,
     logprobs_of,
     model_of,
     renamed,
-    replayed_logprobs,
     stage,
 )
 
@@ -226,7 +225,7 @@ async def test_recomputed_keys_and_values_are_of_the_new_weights(sglang_client: 
         assert [span.version for span in spans] == ["1.1", "1.2"]
         logprobs = logprobs_of(answer)
         for span, seed in zip(spans, (1, 2), strict=True):
-            right = expected_logprobs(seed, [*PROMPT, number], answer.output_ids)[span.start : span.end]
+            right = scored(model_of(seed), [*PROMPT, number], answer.output_ids)[span.start : span.end]
             assert np.abs(logprobs[span.start : span.end] - right).max() < 1e-3
 
 
@@ -248,12 +247,14 @@ async def test_kept_keys_and_values_are_of_the_weights_that_made_them(
         spans = answer.meta_info.weight_versions
         assert spans is not None
         assert [span.version for span in spans] == ["1.1", "1.2", "1.3"]
-        seeds = [seed for span, seed in zip(spans, (1, 2, 3), strict=True) for _ in range(span.start, span.end)]
-        kept = replayed_logprobs(seeds, [*PROMPT, number], answer.output_ids)
+        models = [
+            model_of(seed) for span, seed in zip(spans, (1, 2, 3), strict=True) for _ in range(span.start, span.end)
+        ]
+        kept = replayed(models, [*PROMPT, number], answer.output_ids)
         logprobs = logprobs_of(answer)
         assert np.abs(logprobs - kept).max() < 1e-3
         # A version too many or too few anywhere would be seen.
-        shifted = replayed_logprobs([seeds[0], *seeds[:-1]], [*PROMPT, number], answer.output_ids)
+        shifted = replayed([models[0], *models[:-1]], [*PROMPT, number], answer.output_ids)
         assert np.abs(logprobs - shifted).max() > 1e-2
 
 

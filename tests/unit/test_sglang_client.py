@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from producers.engines.remote import http
 from producers.engines.sglang.client import ServerBroken, ServerGone, ServerRefused, SglangClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -77,6 +78,24 @@ async def test_a_long_message_is_cut(serve: Serve) -> None:
     with pytest.raises(ServerBroken) as caught:
         await client.continue_generation()
     assert len(str(caught.value)) < 700
+
+
+async def test_an_answer_without_end_is_cut(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MOST_BYTES", 1 << 20)
+    read = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal read
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * (1 << 16))
+            read += 1 << 16
+
+    client = await serve(endless)
+    with pytest.raises(ServerBroken, match="/model_info answers more than 1 MB"):
+        await client.model_info()
+    assert read < 64 << 20
 
 
 async def test_deadlines_hold(serve: Serve) -> None:

@@ -14,33 +14,20 @@ import torch
 from broker.messages import Float32
 from headrace.errors import EngineError
 from headrace.version import PolicyVersion
-from producers.engines.api import Completion, Request, SamplingParams
 from producers.engines.openai.client import CompletionsClient
 from producers.engines.openai.engine import OpenAIEngine
 from producers.engines.openai.options import Options
-from tests.sglang_proxy import FaultyProxy
-from tests.sglang_servers import scored, stage
+from tests.remote_engines import FIRST, PROMPT, apart, ask, letters, scored, stage
+from tests.server_proxy import FaultyProxy
 from tests.support import wait_until
 from tests.vllm_servers import CONTEXT, VllmServer, small_llama
 
 pytestmark = pytest.mark.timeout(600)
 """A server takes a minute to start, and several where others use the cores."""
-FIRST = PolicyVersion(1, 0)
-PROMPT = tuple(range(10, 40))
 BOUND = 1e-3
 LONG = CONTEXT - 40
 
 Make = Callable[..., Awaitable[OpenAIEngine]]
-
-
-def ask(name: str, prompt: tuple[int, ...] = PROMPT, **sampling: object) -> Request:
-    params = SamplingParams(**{"max_new_tokens": 12, **sampling})  # type: ignore[arg-type]
-    return Request(name, np.array(prompt, np.int32), params)
-
-
-def letters(token_ids: list[int]) -> str:
-    """As the tiny model's tokenizer, for letters of ASCII."""
-    return "".join(chr(token) for token in token_ids)
 
 
 @pytest_asyncio.fixture
@@ -62,18 +49,14 @@ async def make(vllm_server: VllmServer, vllm_model: Path) -> AsyncIterator[Make]
         await engine.close()
 
 
-def apart(done: Completion, right: Float32) -> float:
-    return float(np.abs(done.logprobs_N - right).max())
-
-
 async def test_tokens_come_with_the_log_probs_of_the_model_that_was_committed(make: Make) -> None:
     engine = await make()
     assert engine.context_length == CONTEXT
     done = await engine.generate(ask("t/0/0"))
     assert (len(done.token_ids_N), done.finish_reason) == (12, "length")
     assert [tuple(span) for span in done.spans] == [(0, 12, FIRST, "fresh")]
-    assert apart(done, scored(small_llama(1), PROMPT, done.token_ids_N.tolist())) < BOUND
-    assert apart(done, scored(small_llama(0), PROMPT, done.token_ids_N.tolist())) > 0.05
+    assert apart(done, small_llama(1)) < BOUND
+    assert apart(done, small_llama(0)) > 0.05
 
 
 async def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(make: Make) -> None:
@@ -88,7 +71,8 @@ async def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(mak
     ]
     calls = [engine.generate(ask(f"t/{at}/0", **one)) for at, one in enumerate(several)]
     for one, done in zip(several, await asyncio.gather(*calls), strict=True):
-        assert apart(done, filtered(done.token_ids_N.tolist(), **one)) < BOUND, one
+        right = filtered(done.token_ids_N.tolist(), **one)
+        assert np.abs(done.logprobs_N - right).max() < BOUND, one
 
 
 def filtered(tokens: list[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Float32:
@@ -138,7 +122,7 @@ async def test_an_aborted_request_keeps_what_it_has(make: Make) -> None:
     done = await call
     assert done.finish_reason == "abort"
     assert 0 < len(done.token_ids_N) < LONG
-    assert apart(done, scored(small_llama(1), PROMPT, done.token_ids_N.tolist())) < BOUND
+    assert apart(done, small_llama(1)) < BOUND
 
 
 async def sampling(engine: OpenAIEngine, name: str) -> None:
@@ -189,7 +173,7 @@ async def test_a_server_that_restarted_with_its_old_weights_is_found_out(
     await wait_until(lambda: engine.replicas[0].state == "broken", "it is found out")
     await wait_until(lambda: engine.replicas[0].state == "serving", "it is reloaded")
     done = await engine.generate(ask("t/0/0"))
-    assert apart(done, scored(small_llama(1), PROMPT, done.token_ids_N.tolist())) < BOUND
+    assert apart(done, small_llama(1)) < BOUND
 
 
 async def test_a_server_that_another_engine_takes_is_given_up(make: Make, vllm_client: CompletionsClient) -> None:
@@ -203,7 +187,7 @@ async def test_a_server_that_another_engine_takes_is_given_up(make: Make, vllm_c
 async def test_a_server_that_was_left_paused_is_resumed(make: Make, vllm_client: CompletionsClient) -> None:
     await vllm_client.pause()
     done = await (await make()).generate(ask("t/0/0"))
-    assert apart(done, scored(small_llama(1), PROMPT, done.token_ids_N.tolist())) < BOUND
+    assert apart(done, small_llama(1)) < BOUND
 
 
 async def test_requests_whose_connections_break_are_asked_again(make: Make, vllm_server: VllmServer) -> None:
@@ -214,4 +198,4 @@ async def test_requests_whose_connections_break_are_asked_again(make: Make, vllm
         proxy.cut()
         for done in await asyncio.gather(*calls):
             assert (len(done.token_ids_N), done.finish_reason) == (100, "length")
-            assert apart(done, scored(small_llama(1), PROMPT, done.token_ids_N.tolist())) < BOUND
+            assert apart(done, small_llama(1)) < BOUND

@@ -11,22 +11,20 @@ import pytest
 
 from headrace.errors import EngineError, WeightError
 from headrace.policy.loading import layout_of
-from headrace.version import PolicyVersion
 from producers.engines.openai.client import CompletionsClient
 from producers.engines.openai.engine import OpenAIEngine
 from producers.engines.openai.options import Options
 from producers.engines.openai.probing import probe
 from producers.engines.openai.updates import Updater
 from producers.engines.remote.staged import Staged
-from tests.sglang_servers import scored, stage
+from tests.remote_engines import FIRST, PROMPT, apart, ask, scored, sealed, stage
 from tests.support import wait_until
-from tests.vllm.test_engine import BOUND, PROMPT, apart, ask
+from tests.vllm.test_engine import BOUND
 from tests.vllm_servers import CONTEXT, START_S, VllmServer, save_small_llama, small_llama
 from weightsync.manifest import Layout
 
 pytestmark = pytest.mark.timeout(600)
 """A server takes a minute to start, and several where others use the cores."""
-FIRST = PolicyVersion(1, 0)
 
 
 class _LoadsAnother(CompletionsClient):
@@ -40,27 +38,11 @@ class _LoadsAnother(CompletionsClient):
         await super().reload_weights(str(self._folder))
 
 
-class _Staging:
-    """What `stage` asks of an engine."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.staged: Staged | None = None
-
-    def back_buffer(self, layout: Layout) -> np.ndarray:
-        self.staged = Staged(layout, self._folder, "test")
-        return self.staged.buffer
-
-
 @pytest.fixture
 def staged(vllm_model: Path) -> Iterator[Staged]:
     """Seed 1, sealed."""
-    staging = _Staging(vllm_model)
-    stage(staging, small_llama(1))  # type: ignore[arg-type]
-    assert staging.staged is not None
-    staging.staged.seal(FIRST)
-    yield staging.staged
-    staging.staged.close()
+    with sealed(small_llama(1), vllm_model) as staged:
+        yield staged
 
 
 async def nothing_open() -> None:
@@ -116,8 +98,7 @@ async def test_log_probs_of_a_server_as_it_starts_by_itself_are_seen_to_be_raw(t
         await engine.commit(FIRST)
         await _load(server, folder)
         done = await engine.generate(ask("t/0/0"))
-        right = scored(small_llama(tie_word_embeddings=True), PROMPT, done.token_ids_N.tolist())
-        assert apart(done, right) < BOUND
+        assert apart(done, small_llama(tie_word_embeddings=True)) < BOUND
         with pytest.raises(EngineError, match=r"temperature 0\.5: .*--logprobs-mode processed_logprobs"):
             await engine.generate(ask("t/1/0", temperature=0.5))
     finally:
@@ -169,7 +150,6 @@ async def test_a_server_that_is_killed_and_comes_back_goes_on(tied: tuple[VllmSe
         server.restart()
         done = await call
         assert len(done.token_ids_N) == CONTEXT - 40
-        right = scored(small_llama(tie_word_embeddings=True), PROMPT, done.token_ids_N.tolist())
-        assert apart(done, right) < BOUND
+        assert apart(done, small_llama(tie_word_embeddings=True)) < BOUND
     finally:
         await engine.close()

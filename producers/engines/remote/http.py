@@ -18,6 +18,8 @@ REQUEST_S = 3600.0
 """For one completion; whether the server goes on is watched meanwhile."""
 KEEP_ALIVE_S = 2.0
 """Servers close an idle connection after 5 s: one that is about to be closed must not be taken for a request."""
+MOST_BYTES = 256 << 20
+"""Of one answer. A million tokens with their log-probs are less."""
 _MOST_TEXT = 500
 
 T = TypeVar("T")
@@ -94,7 +96,7 @@ class HttpClient:
             async with self._opened().request(
                 method, self._url + path, data=data, headers=headers, timeout=timeout
             ) as response:
-                answer = await response.read()
+                answer = await self._read(response, path)
         except TimeoutError as error:
             raise ServerGone(f"{self._url}{path} did not answer within {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -104,6 +106,14 @@ class HttpClient:
         if response.status >= 400:
             raise ServerRefused(_message(answer), response.status)
         return answer
+
+    async def _read(self, response: aiohttp.ClientResponse, path: str) -> bytes:
+        body = bytearray()
+        async for part in response.content.iter_chunked(1 << 18):
+            body += part
+            if len(body) > MOST_BYTES:
+                raise ServerBroken(f"{self._url}{path} answers more than {MOST_BYTES >> 20} MB")
+        return bytes(body)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

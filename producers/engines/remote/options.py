@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from headrace.config import WEEK_S, Section
 from headrace.errors import ConfigError
+from producers.engines.remote.checksums import Verify
 
 _URL = re.compile(r"https?://[^/?#@\s]+")
 
@@ -32,7 +33,7 @@ class ServerOptions(Section):
 
     urls: tuple[Url, ...] = Field((), max_length=64)
     """Servers that are there already, as "http://host:port"."""
-    verify: Literal["all", "sample"] = "all"
+    verify: Verify = "all"
     """Which tensors are compared with what was published, after each update."""
     restarts: int = Field(5, ge=0, le=1000)
     """How often a server that does not work is started, or tried, again, until it has worked for ten minutes."""

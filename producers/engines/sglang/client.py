@@ -126,10 +126,6 @@ class SglangClient(HttpClient):
     async def loads(self, *, timeout_s: float = ASK_S) -> Loads:
         return self._decoded(loads_decoder, await self._call("GET", "/v1/loads?include=core", None, timeout_s))
 
-    async def ready(self, *, timeout_s: float = ASK_S) -> None:
-        """Raises while it starts."""
-        await self._call("GET", "/model_info", None, timeout_s)
-
     async def _update(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Loads weights. Never aborts what runs, which a server may do by itself where it is not told."""
         return await self._told(path, {**body, "abort_all_requests": False}, UPDATE_S)

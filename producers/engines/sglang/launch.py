@@ -81,7 +81,7 @@ class Server:
         look_s, left_s = FIRST_LOOK_S, self._spec.start_s
         while left_s > 0:
             with contextlib.suppress(ServerGone, ServerBroken, ServerRefused):
-                await client.ready(timeout_s=5.0)
+                await client.model_info(timeout_s=5.0)
                 # It has read it.
                 self._config.unlink(missing_ok=True)
                 return

@@ -28,8 +28,6 @@ class Place:
         self._url, self._key, self._spec = url, key, spec
         self._server: Server | None = None
         self._client: SglangClient | None = None
-        self.starts = 0
-        """Servers that were started here."""
 
     @property
     def client(self) -> SglangClient:
@@ -40,24 +38,18 @@ class Place:
     def url(self) -> str:
         return self._url
 
-    @property
-    def ours(self) -> bool:
-        """Whether its process is ours to start and to end."""
-        return self._spec is not None
-
     async def open(self) -> dict[str, Any]:
         """Have a server that answers; what it says of itself. Raises EngineError."""
         if self._client is None:
             if self._spec is not None:
                 self._server = Server(self._spec, self._name)
                 self._url, self._key = self._server.url, self._server.admin_key
-                self.starts += 1
             self._client = SglangClient(self._url, self._key)
             if self._server is not None:
                 await self._server.ready(self._client)
-            elif not await self.comes_back(CONNECT_S):
-                # Once more, for the reason.
-                return await self._client.server_info(timeout_s=self._options.hang_s)
+            else:
+                # Where it does not come, the question below has the reason.
+                await self.comes_back(CONNECT_S)
         return await self._client.server_info(timeout_s=self._options.hang_s)
 
     def ended(self) -> str | None:
@@ -87,7 +79,7 @@ class Place:
 
     async def mend(self) -> bool:
         """After a failure: whether there is, or will be by `open`, a server. One of ours that does not answer goes."""
-        if not self.ours:
+        if self._spec is None:
             return await self.comes_back(self._options.outage_s)
         if not await self.answers(min(PROBE_S, self._options.hang_s)):
             await self.close()

@@ -47,13 +47,9 @@ class SglangReplica(Replica):
     def client(self) -> SglangClient:
         return self._place.client
 
-    @property
-    def seeded(self) -> bool:
-        """Whether it can fix a request's random numbers."""
-        return bool(self.info.get("enable_deterministic_inference"))
-
     async def ask(self, job: Job, rid: str, label: str) -> Generated:
-        return await self.client.generate(generate_body(job, rid, label, seeded=self.seeded))
+        seeded = bool(self.info.get("enable_deterministic_inference"))
+        return await self.client.generate(generate_body(job, rid, label, seeded=seeded))
 
     async def abort(self, rid: str) -> None:
         await self.client.abort_request(rid)
