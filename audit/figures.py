@@ -82,7 +82,7 @@ def figures(run: Run) -> Figures:
     published = [g for g in run.groups if g.kind == "train" and begin <= g.published <= end]
     generated = sum(group.rollouts for group in published if group.outcome == "played")
     consumed = sum(step.rollouts for step in run.steps)
-    lag = _merged(step.lags for step in run.steps)
+    lag = merged(step.lags for step in run.steps)
     dropped = [group for group in run.groups if group.kind == "train" and _is_dropped(group, run.dropped)]
     pieces = [piece for lane in run.lanes for piece in lane.pieces]
     return Figures(
@@ -119,7 +119,7 @@ def idle_wait(seconds: Mapping[str, float]) -> float:
 
 def stage_seconds(run: Run, role: str, begin: float, end: float) -> dict[str, float]:
     """Device-seconds per phase of a role between two moments."""
-    return _merged(
+    return merged(
         {phase: spent * max(1, lane.devices) for phase, spent in lane.seconds(begin, end).items()}
         for lane in run.of(role)
     )
@@ -129,7 +129,7 @@ Key = TypeVar("Key", str, int)
 Number = TypeVar("Number", int, float)
 
 
-def _merged(parts: Iterable[Mapping[Key, Number]]) -> dict[Key, Number]:
+def merged(parts: Iterable[Mapping[Key, Number]]) -> dict[Key, Number]:
     """The sums of what has the same key, in order of keys."""
     found: dict[Key, Number] = {}
     for part in parts:

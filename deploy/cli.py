@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from deploy.audit_cli import audit_app
 from deploy.env_cli import env_app
 from deploy.generate_cli import generate
 from deploy.options import ConfigOption, JsonOption, RunOption, SetOption
@@ -38,6 +39,7 @@ dead_app = typer.Typer(help="Entries that nobody could use: see, replay or drop 
 app.add_typer(dead_app, name="dead")
 app.add_typer(weights_app, name="weights")
 app.add_typer(env_app, name="env")
+app.add_typer(audit_app)
 app.command()(generate)
 
 Result = TypeVar("Result")

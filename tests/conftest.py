@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("headrace")
 
 BROKER = BrokerConfig(stream_block_ms=500, connect_timeout_s=10.0, max_deliveries=3)
 _numbers = itertools.count()
-SLOWEST_FIRST = ("chaos", "e2e", "sglang", "vllm", "integration", "contract", "unit")
+SLOWEST_FIRST = ("compose", "chaos", "e2e", "sglang", "vllm", "audit", "integration", "contract", "unit")
 
 
 @pytest.hookimpl(trylast=True)
