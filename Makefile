@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --constraint constraints.txt
 READY := $(VENV)/.headrace-ready
 
-.PHONY: setup reasoning-gym verifiers quickstart check test test-sglang test-vllm chaos mutants bench format clean
+.PHONY: setup reasoning-gym verifiers quickstart check test test-sglang test-vllm test-compose chaos mutants bench format clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -71,6 +71,10 @@ test-sglang: $(READY)
 # On real vLLM servers on the CPU, which .ci/vllm sets up.
 test-vllm: $(READY)
 	OMP_NUM_THREADS=1 HEADRACE_TEST_VLLM=1 $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+# Builds the images and runs them; needs Docker with its compose plugin. A wheel of torch in deploy/wheels saves a download.
+test-compose: $(READY)
+	OMP_NUM_THREADS=1 HEADRACE_TEST_COMPOSE=1 $(BIN)/python -m pytest -p no:randomly tests/compose $(ARGS)
 
 # Some 200 faults within 25 minutes; for example ARGS="--faults 20 --seed 7 --only redis".
 chaos: $(READY)

@@ -12,7 +12,10 @@ from redis import exceptions
 from headrace.errors import BrokerUnavailable
 
 _REFUSALS: tuple[tuple[type[exceptions.RedisError] | tuple[type[exceptions.RedisError], ...], str], ...] = (
-    ((exceptions.AuthenticationError, exceptions.AuthorizationError), "refuses the user or the password of the URL"),
+    (
+        (exceptions.AuthenticationError, exceptions.AuthorizationError),
+        "refuses the user or the password; correct HEADRACE_REDIS_URL or HEADRACE_REDIS_PASSWORD",
+    ),
     (exceptions.NoPermissionError, "does not allow the user of the URL what headrace needs"),
     (exceptions.ReadOnlyError, "is a read-only replica; name its primary in the URL"),
 )

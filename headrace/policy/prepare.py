@@ -87,7 +87,8 @@ def prepare_smollm2() -> Path:
         _rename(work, folder)
     except OSError as error:
         raise ModelError(
-            f"model {SMOLLM2!r} cannot be written to {folder.parent}: {error.strerror or error}"
+            f"model {SMOLLM2!r} cannot be written to {folder.parent}: {error.strerror or error}; make room there, or "
+            "set HEADRACE_CACHE to a folder with more"
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -49,8 +49,8 @@ class Endpoint:
         except OSError as error:
             await self._runner.cleanup()
             raise ServiceError(
-                f"telemetry.port = {port} on {host} cannot be bound ({error.strerror}); "
-                "choose another or 0 for a free one"
+                f"port {port} of /metrics on {host} cannot be bound ({error.strerror}); choose another by "
+                "telemetry.port or HEADRACE_METRICS_PORT, or 0 for a free one"
             ) from error
         self.port = self._runner.addresses[0][1]
         reached = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 - a comparison

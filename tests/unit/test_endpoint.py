@@ -42,7 +42,7 @@ async def test_a_taken_port_is_one_sentence() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            ServiceError, match=rf"telemetry.port = {port} on 127.0.0.1 cannot be bound .*choose another"
+            ServiceError, match=rf"port {port} of /metrics on 127.0.0.1 cannot be bound .*choose another"
         ):
             await Endpoint(Metrics("r", "s"), dict).start("127.0.0.1", port)
 
