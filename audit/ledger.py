@@ -1,8 +1,8 @@
 """The ledger: where the time of every lane of a run went, from the records in its folder. Pure but for reading files.
 
 A lane of one process is contiguous from its beginning to its end. What its process did not get to write before it was
-killed is phase `lost`: up to the sign of its death where the launcher saw it, else up to the next process of that service,
-and then at most `UNSEEN_S`. Docs: docs/audit.md, "Records".
+killed is phase `lost`: up to its death where the launcher saw it, else up to the next process of that service, and then
+at most `UNSEEN_S`. Docs: docs/audit.md, "Records".
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ UNSEEN_S = 1.0
 """What a death that nobody saw can have lost: services write once a second."""
 JOIN_S = 2e-6
 """Times in records are rounded to the microsecond: this far apart, two are the same."""
-TRAINER_WAITS = frozenset({"wait_groups", "wait_evaluation"})
-"""While the trainer is in another phase, producers without a task wait for it, not for tasks of others."""
+TRAINER_WAITS = frozenset({"start", "wait_groups", "wait_evaluation"})
+"""While the trainer is in another phase, a producer without a task waits for it, not for what other producers hold."""
 NO_TASK, BACKPRESSURE = "wait_no_task", "wait_backpressure"
+EXIT = "exit"
+"""From the last record of a process that ended in order to its end."""
 LAUNCHER = "launcher"
 
 
@@ -62,6 +64,8 @@ class _Account:
     newest: Line
     pieces: list[Piece]
     ended: bool = False
+    written: float = 0.0
+    """Where its last record ended."""
 
     @property
     def begin(self) -> float:
@@ -71,16 +75,25 @@ class _Account:
     def end(self) -> float:
         return self.pieces[-1].end
 
+    def still(self, until: float) -> None:
+        """It was in its last phase until then, which its next record says again."""
+        if self.pieces:
+            last = self.pieces[-1]
+            self.pieces[-1] = Piece(last.begin, max(last.end, until), last.phase)
+
     def take(self, line: Line, offset: float) -> None:
         self.newest, self.ended = line, self.ended or bool(line.get("last"))
         begin = float(line["begin"]) + offset
         if line.get("cumulative"):
             self.pieces = []
-        elif self.pieces and begin - self.end > JOIN_S:
-            # A line that nobody can read.
-            self.pieces.append(Piece(self.end, begin, LOST))
         elif self.pieces:
-            begin = self.end
+            last = self.pieces[-1]
+            self.pieces[-1] = Piece(last.begin, self.written, last.phase)
+            if begin - self.written > JOIN_S:
+                # Of a line that nobody can read.
+                self.pieces.append(Piece(self.written, begin, LOST))
+            else:
+                begin = self.written
         for phase, seconds in line.get("spans") or list((line.get("sums") or {}).items()):
             end = begin + float(seconds)
             if self.pieces and self.pieces[-1].phase == phase:
@@ -88,10 +101,11 @@ class _Account:
             elif seconds:
                 self.pieces.append(Piece(begin, end, phase))
             begin = end
+        self.written = begin
 
 
 def read(folder: Path, offsets: Mapping[str, float] | None = None) -> Ledger:
-    """The ledger of the run in a folder. `offsets`: seconds to add to the times of each service. Raises ServiceError."""
+    """Of the run in a folder. `offsets`: seconds to add to the times of each service. Raises ServiceError."""
     return of({file.stem: read_lines(file) for file in sorted(folder.glob("*.jsonl"))}, offsets or {})
 
 
@@ -107,17 +121,20 @@ def of(journals: Mapping[str, Iterable[Line]], offsets: Mapping[str, float]) -> 
                 key = (service, str(line["lane"]), str(line["host"]), int(line["pid"]))
                 account = accounts.setdefault(key, _Account(service, line, []))
                 account.take(line, offset if service == journal else offsets.get(service, 0.0))
+            elif line.get("event") == "still":
+                for lane in line["lanes"]:
+                    if known := accounts.get((journal, str(lane), str(line["host"]), int(line["pid"]))):
+                        known.still(float(line["until"]) + offset)
             elif journal == LAUNCHER and line.get("event") == "exited":
                 deaths[str(line["service"]), int(line["pid"])] = float(line["at"]) + offset
-    known = [account for account in accounts.values() if account.pieces]
-    _add_lost(known, deaths)
-    lanes = _refined(known)
+    filled = [account for account in accounts.values() if account.pieces]
+    _add_lost(filled, deaths)
     return Ledger(
-        lanes=tuple(lanes),
-        estimated=frozenset((a.service, str(a.newest["lane"])) for a in known if a.newest.get("estimated")),
+        lanes=tuple(_refined(filled)),
+        estimated=frozenset((a.service, str(a.newest["lane"])) for a in filled if a.newest.get("estimated")),
         threads={
             (a.service, str(a.newest["lane"]), int(a.newest["pid"])): int(a.newest["thread"])
-            for a in known
+            for a in filled
             if a.newest.get("thread")
         },
     )
@@ -133,20 +150,20 @@ def role_of(lane: str) -> str:
 
 
 def _add_lost(accounts: list[_Account], deaths: Mapping[tuple[str, int], float]) -> None:
-    """What lies between a lane's last record and its end, of those that did not end in order."""
+    """What lies between a lane's last record and the end of its process."""
     processes: dict[str, list[tuple[float, int]]] = {}
     for account in accounts:
         processes.setdefault(account.service, []).append((account.begin, int(account.newest["pid"])))
     for account in accounts:
-        if account.ended:
-            continue
         pid, end = int(account.newest["pid"]), account.end
         death = deaths.get((account.service, pid))
+        if death is None and account.ended:
+            continue
         if death is None:
             later = [begin for begin, other in processes[account.service] if other != pid and begin > account.begin]
             death = min(end + UNSEEN_S, max(end, min(later))) if later else end
         if death - end > JOIN_S:
-            account.pieces.append(Piece(end, death, LOST))
+            account.pieces.append(Piece(end, death, EXIT if account.ended else LOST))
 
 
 def _refined(accounts: list[_Account]) -> list[Lane]:

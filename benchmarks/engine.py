@@ -182,7 +182,7 @@ async def run_engine(engine: TorchEngine, requests: list[Request], static: Stati
     """Hand over all requests at once; measure until none waits for a slot, then drop what still runs."""
     static_s: list[float] = []
     between = Swap(FIRST, lambda: static_s.extend(static.seconds(engine.loop.contexts())))
-    before, lane_before = _totals(engine), engine.lane.seconds()
+    before, swapped = _totals(engine), engine.lane.seconds()["swap"]
     start = time.perf_counter()
     open_calls = [asyncio.create_task(engine.generate(request)) for request in requests]
     await asyncio.sleep(0.1)
@@ -192,21 +192,20 @@ async def run_engine(engine: TorchEngine, requests: list[Request], static: Stati
         if engine.stats().decode_steps >= due:
             engine.loop.send(between)
             due += STATIC_EVERY
-    wall, after, lane_after = time.perf_counter() - start, _totals(engine), engine.lane.seconds()
+    wall, after, swap_s = time.perf_counter() - start, _totals(engine), engine.lane.seconds()["swap"] - swapped
     for call in open_calls:
         call.cancel()
     await asyncio.gather(*open_calls, return_exceptions=True)
     while engine.stats().busy_slots > 0:  # noqa: ASYNC110 - as above
         await asyncio.sleep(0.01)
     pure, mixed = (_difference(one, other) for one, other in zip(after, before, strict=True))
-    spent = {phase: seconds - lane_before.get(phase, 0.0) for phase, seconds in lane_after.items()}
     decode_rows = pure.rows + mixed.rows - mixed.finished_prompts
     return EngineRun(
         tokens=pure.rows + mixed.rows,
         prompt_tokens=mixed.prompt_tokens,
-        seconds=wall - spent["swap"],
+        seconds=wall - swap_s,
         occupancy=(pure.occupied + mixed.occupied) / (pure.steps + mixed.steps) / engine.slots,
-        decode_step_s=spent["decode"] / pure.steps,
+        decode_step_s=(wall - swap_s - mixed.seconds) / pure.steps,
         static_step_s=statistics.mean(static_s),
         mean_context=(pure.context_tokens + mixed.context_tokens) / decode_rows,
     )

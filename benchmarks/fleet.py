@@ -121,7 +121,7 @@ class LightProducer:
     async def _beat(self) -> None:
         figures = {"version": "1.7", "phase": "decode", "tokens_per_s": 250.0, "occupancy": 0.97, "idle": 0.02}
         counts = {"slots": 64, "busy_slots": 63, "waiting": 0, "taken": self.published, "published": self.published}
-        seconds = {"decode": time.monotonic(), "prefill": 1.0, "swap": 0.5, "wait_tasks": 0.1}
+        seconds = {"decode": time.monotonic(), "prefill": 1.0, "swap": 0.5, "wait_no_task": 0.1}
         state = {**figures, **counts, "seconds": seconds, "metrics_url": "http://127.0.0.1:9000/metrics"}
         await self._run.heartbeat(Peer(self.name, "producer", "localhost", 1, True, state), LEASE_S)
 

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +91,14 @@ class Marks(Lane):
     def enter(self, phase: str) -> None:
         self.seen.append((time.perf_counter(), phase))
         super().enter(phase)
+
+    def enter_shared(self, shares: Sequence[tuple[str, float]]) -> None:
+        self.seen.append((time.perf_counter(), "mixed"))
+        super().enter_shared(shares)
+
+    def wait(self) -> None:
+        self.seen.append((time.perf_counter(), "wait"))
+        super().wait()
 
     def intervals(self) -> tuple[list[float], list[float]]:
         """Seconds from one decode step to the next: with nothing, and with one swap between them."""

@@ -57,12 +57,14 @@ def too_old(version: PolicyVersion | None, delivery: TaskDelivery) -> bool:
 def phase(held: Collection[Held], version: PolicyVersion | None, outage: bool = False) -> str:
     """What the producer as a whole is doing: it plays while any rollout does, also when the broker is away."""
     if version is None:
-        return "wait_broker" if outage else "wait_version"
+        return "wait_broker" if outage else "wait_start"
     playing = [task for task in held if task.in_play.playing and not task.held_back]
     if playing and not all(task.waits_for_version for task in playing):
         return "play"
     if playing:
-        return "wait_broker" if outage else "wait_version"
+        return "wait_broker" if outage else "wait_behind_on_weights"
     if any(task.in_play.scoring or task.held_back for task in held):
-        return "wait_score"
-    return "wait_broker" if held or outage else "wait_tasks"
+        return "wait_scores"
+    if outage:
+        return "wait_broker"
+    return "wait_backpressure" if held else "wait_no_task"

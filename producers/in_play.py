@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from broker.messages import Trajectory
+from headrace.telemetry.clock import now
 from headrace.version import PolicyVersion
 from producers.engines.api import Engine, Progress, TellsProgress
 from producers.transcript import Transcript
@@ -54,11 +55,28 @@ class InPlay:
         self.stopped_N: tuple[int, ...] = ()
         """Sampled tokens of each member at that moment."""
         self._moved = moved
+        self._at = {"taken": now()}
+
+    def begin(self) -> None:
+        """There is a version that it may start on, and nothing holds it back."""
+        self._at["begun"] = now()
+
+    @property
+    def at(self) -> dict[str, float]:
+        """When it was taken, might begin, had its first token, was decoded and was scored, as far as it came. Seconds
+        since the epoch.
+        """
+        first = min((seat.transcript.first_at for seat in self.seats if seat.transcript.first_at), default=None)
+        return self._at if first is None else {**self._at, "first_token": first}
 
     def move(self, seat: Seat, to: Literal["score", "end"]) -> None:
         self.playing -= seat.at == "play"
         self.scoring += (to == "score") - (seat.at == "score")
         seat.at = to
+        if not self.playing:
+            self._at.setdefault("decoded", now())
+            if not self.scoring:
+                self._at.setdefault("scored", now())
         self._moved()
 
     def clear(self) -> None:

@@ -85,9 +85,8 @@ class Jobs:
             self.gauges.backlog(environment.called, load.unscored, load.held_back)
 
     def moved(self) -> None:
-        """Something moved on. Whoever takes tasks looks at it, unless the broker keeps it waiting."""
-        if self.outage and not self.leaving.is_set():
-            self.gauges.host.enter(self.phase())
+        """Something moved on. Whoever takes tasks looks at it."""
+        self._tell_phase()
         for held in to_begin(self.held.values(), self.capacity):
             held.held_back = False
             held.let_in.set()
@@ -110,8 +109,11 @@ class Jobs:
         """Calls to the broker wait, and why; or it answers again. Called by the port."""
         self.outage = why
         self.gauges.outage(why)
+        self._tell_phase()
+
+    def _tell_phase(self) -> None:
         if not self.leaving.is_set():
-            self.gauges.host.enter(self.phase())
+            self.gauges.does(self.phase())
 
     def hold(self, delivery: TaskDelivery, budget_s: float) -> Held | None:
         """A task to play. None for one that plays here already, which comes again when the broker lost its tail, or
@@ -141,7 +143,7 @@ class Jobs:
         if answer is None:
             return
         self.held.pop(held.delivery.entry_id, None)
-        self.gauges.published_group(group, answer, held.in_play.sampled(self.stage.player.engine))
+        self.gauges.published_group(group, answer, held.in_play.sampled(self.stage.player.engine), held.in_play.at)
         self.moved()
 
     def lose(self, entry_ids: list[str]) -> None:
@@ -182,7 +184,8 @@ class Jobs:
     def forget(self) -> None:
         """What is still held was given back, or its lease runs out."""
         for held in self.held.values():
-            self.gauges.thrown_away("given_back", held.in_play.sampled(self.stage.player.engine))
+            tokens = held.in_play.sampled(self.stage.player.engine)
+            self.gauges.thrown_away("given_back", tokens, held.delivery.task.task_id)
         self.held.clear()
 
     async def _group(self, held: Held) -> Group:
@@ -199,6 +202,7 @@ class Jobs:
         if why:
             held.in_play.clear()
             return failed_group(held.delivery, self.name, why)
+        held.in_play.begin()
         return await play_group(self.stage, held.delivery, held.in_play, max(0.0, deadline - loop.time()))
 
     async def _caught_up(self, held: Held) -> None:
@@ -251,7 +255,7 @@ class Jobs:
 
     def _end(self, held: Held) -> None:
         """End a job whose task is not this producer's any more."""
-        self.gauges.lost(held.in_play.sampled(self.stage.player.engine))
+        self.gauges.lost(held.in_play.sampled(self.stage.player.engine), held.delivery.task.task_id)
         self.gauges.event("lost", task=held.delivery.task.task_id)
         self.held.pop(held.delivery.entry_id, None)
         if held.job is not None:

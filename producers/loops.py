@@ -39,6 +39,7 @@ from broker.messages import TaskDelivery
 from headrace.config import Config
 from headrace.errors import BrokerError, BrokerUnavailable, Refused
 from headrace.service import Service
+from headrace.telemetry import clock
 from headrace.version import PolicyVersion
 from producers.gauges import Gauges
 from producers.jobs import Jobs
@@ -124,7 +125,7 @@ class Producer:
             async with asyncio.TaskGroup() as jobs:
                 while not self.service.stopping.is_set():
                     self.jobs.changed.clear()
-                    self.gauges.host.enter(self.jobs.phase())
+                    self.gauges.does(self.jobs.phase())
                     count = self.jobs.room()
                     if not count:
                         await _within(LOOK_AROUND_S, self.jobs.changed.wait())
@@ -132,7 +133,7 @@ class Producer:
                     with self._unless_leaving():
                         for delivery in await self._take(count):
                             self._begin(delivery, jobs)
-                self.gauges.host.enter("drain")
+                self.gauges.does("drain")
                 await self.jobs.drain(self._drain_s)
         finally:
             self._finished.set()
@@ -229,7 +230,9 @@ class Producer:
 
     async def _read_clock(self) -> None:
         loop = asyncio.get_running_loop()
-        self._clock_ms = await self.port.now_ms() - loop.time() * 1000
+        offset = await clock.offset(self.port.now_ms)
+        self._clock_ms = (offset["offset_s"] + clock.now() - loop.time()) * 1000
+        self.gauges.event("clock", **offset)
 
     def _budget_s(self, delivery: TaskDelivery) -> float:
         now_ms = self._clock_ms + asyncio.get_running_loop().time() * 1000

@@ -18,8 +18,13 @@ from headrace.errors import Refused
 from headrace.hosts import host_name
 from headrace.invocation import Invocation
 from headrace.service import Service
+from headrace.telemetry.arithmetic import Roofline
+from headrace.telemetry.clock import process_began
 from headrace.telemetry.endpoint import Endpoint
+from headrace.telemetry.journal import Journal
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.phases import Lane
+from headrace.telemetry.recorder import Recorder
 from producers.chat import ByteChat, Chat, TemplateChat
 from producers.engines.api import Engine, JoinsRun
 from producers.engines.registry import build_engine
@@ -69,8 +74,13 @@ async def _assemble(
     producer: Producer | None = None
 
     def health() -> dict[str, Any]:
-        return {"ok": True, "service": told.name, **(producer.health() if producer else {"phase": "start"})}
+        """It serves once it has its first weights."""
+        serves = producer is not None and producer.version is not None
+        shown = producer.health() if producer else {"phase": "start"}
+        return {"ok": serves, "starting": not serves, "service": told.name, **shown}
 
+    journal = journal_of(record.folder, told.name)
+    recorder = _recorder(journal, stack)
     metrics_url = await _serve(
         Endpoint(metrics, health, told.metrics_token),
         told.metrics_host or config.telemetry.host,
@@ -82,9 +92,8 @@ async def _assemble(
     scorer = start_scorer(config, stack)
     await set_up(environments, stack)
     chat = await load_chat(config, folder)
-    engine = await start_engine(config, folder, stack, run=(told.run_id, record.folder))
-    gauges = Gauges(engine, metrics, journal_of(record.folder, told.name))
-    stack.callback(gauges.close)
+    engine = await start_engine(config, folder, stack, run=(told.run_id, record.folder), recorder=recorder)
+    gauges = Gauges(engine, metrics, journal, recorder, scorer.lanes)
 
     stage = stage_of(told.name, config, environments, player_of(config, engine, chat), scorer)
     stage = replace(stage, heard=lambda task, _, __, score: gauges.scored(task.environment, score))
@@ -147,15 +156,38 @@ async def load_chat(config: Config, folder: Path | None) -> Chat:
     return await asyncio.to_thread(TemplateChat.load, folder, config.model.tool_format)
 
 
+def _recorder(journal: Journal | None, stack: AsyncExitStack) -> Recorder | None:
+    """Writes what lanes do until all else that `stack` closes is closed."""
+    if journal is None:
+        return None
+    recorder = Recorder(journal.write)
+    stack.callback(journal.close)
+    stack.callback(recorder.close)
+    recorder.start()
+    return recorder
+
+
 async def start_engine(
-    config: Config, folder: Path | None, stack: AsyncExitStack, run: tuple[str, str] | None = None
+    config: Config,
+    folder: Path | None,
+    stack: AsyncExitStack,
+    run: tuple[str, str] | None = None,
+    recorder: Recorder | None = None,
 ) -> Engine:
     """`run` is the id and the folder of the run that it samples for, where it is one. Closing `stack` ends it."""
     engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
+    lane = getattr(engine, "lane", None)
+    if run is not None and isinstance(lane, Lane):
+        lane.backdate(process_began())
+    if recorder is not None and isinstance(lane, Lane):
+        recorder.add(lane)
     if run is not None and isinstance(engine, JoinsRun):
         engine.join_run(*run)
     stack.push_async_callback(engine.close)
     await engine.start()
+    roofline = getattr(engine, "roofline", None)
+    if recorder is not None and isinstance(lane, Lane) and isinstance(roofline, Roofline):
+        recorder.add(lane, roofline)
     return engine
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from broker.messages import FinishReason, Float32, Int32, Trajectory, VersionSpan
+from headrace.telemetry.clock import now
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion
 
@@ -22,6 +23,8 @@ class Transcript:
         self._length = 0
         self.request_id = ""
         """The request whose completion comes next, while there is one."""
+        self.first_at = 0.0
+        """When its first token was sampled, in seconds since the epoch; its slot, where the engine does not say."""
         self.lost = 0
         """Tokens that were sampled for it and are not in it: of requests that were aborted."""
 
@@ -54,6 +57,8 @@ class Transcript:
             span._replace(start=span.start + self._length, end=span.end + self._length) for span in completion.spans
         )
         self._spans = _merged([*self._spans, *shifted])
+        asked_at = now() - completion.queue_s - completion.decode_s
+        self.first_at = self.first_at or asked_at + (completion.first_token_s or completion.queue_s)
         self._append(completion.token_ids_N, completion.logprobs_N, sampled=True)
 
     def trajectory(self, reward: float, finish_reason: FinishReason, correct: bool | None = None) -> Trajectory:

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from broker.api import Versions, WeightsPort
 from headrace.errors import WireError
+from headrace.telemetry.clock import epoch, now
 from headrace.version import PolicyVersion
 from weightsync.digests import Pace
 from weightsync.leasing import leased
@@ -59,6 +60,13 @@ class Commit:
     """How long decoding stood still, as the engine says."""
     latency_s: float
     """From the seal to the end of the commit; exact on one host, else off by the difference of the clocks."""
+    sealed_at: float = 0.0
+    """Seconds since the epoch, like the next ones, but by the clock of the trainer's host."""
+    arrived_at: float = 0.0
+    """When its first chunk was fetched."""
+    verified_at: float = 0.0
+    ended_at: float = 0.0
+    """When decoding went on with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +214,8 @@ class Receiver:
         verified = time.perf_counter()
         commit_s = await self._engine.commit(version)
         seconds = fetched - start, verified - fetched, commit_s, time.time() - sealed.sealed_s
-        self._book(Commit(version, manifest.layout.nbytes, *seconds))
+        times = sealed.sealed_s, epoch(start), epoch(verified), now()
+        self._book(Commit(version, manifest.layout.nbytes, *seconds, *times))
         return _Outcome.COMMITTED
 
     async def _manifest(self, version: PolicyVersion) -> Manifest | _Outcome:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class Journal:
-    """Appends one JSON object per line; each has `time` (seconds since the epoch) and `event`.
+    """Appends one JSON object per line; each has `time` (seconds since the epoch) and `event`. Any thread may write.
 
     A field that is not a finite number is null: JSON has no others.
     """
@@ -31,6 +32,7 @@ class Journal:
     def __init__(self, file: Path) -> None:
         """Raises ServiceError when the folder cannot be written."""
         try:
+            self._lock = threading.Lock()
             file.parent.mkdir(parents=True, exist_ok=True)
             self._stream = file.open("a+b", buffering=0)
             self.last = self._mend()
@@ -42,15 +44,16 @@ class Journal:
         """Append one line, whole or not at all. Raises ServiceError on a full disk."""
         known = {name: None if _not_finite(value) else value for name, value in fields.items()}
         left = json.dumps({"time": round(time.time(), 3), "event": event, **known}).encode() + b"\n"
-        size = os.fstat(self._stream.fileno()).st_size
-        try:
-            # The last bytes of a disk take a part of a line without an error; the rest then says that it is full.
-            while left:
-                left = left[self._stream.write(left) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._stream.truncate(size)
-            raise ServiceError(f"journal {self._stream.name} cannot be written: {error.strerror}") from error
+        with self._lock:
+            size = os.fstat(self._stream.fileno()).st_size
+            try:
+                # The last bytes of a disk take a part of a line without an error; the rest then says that it is full.
+                while left:
+                    left = left[self._stream.write(left) :]
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    self._stream.truncate(size)
+                raise ServiceError(f"journal {self._stream.name} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._stream.close()

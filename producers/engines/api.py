@@ -52,6 +52,8 @@ class Completion:
     """Seconds from `generate` until it had a slot."""
     decode_s: float
     """Seconds from slot to last token."""
+    first_token_s: float = 0.0
+    """Seconds from `generate` to its first token; 0 where the engine does not say."""
     why: str = ""
     """It ended with "abort", where the engine knows."""
 

@@ -20,6 +20,7 @@ from broker.messages import FinishReason
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats
+from producers.engines.effort import efforts
 from producers.engines.pace import Pace
 from producers.engines.sequences import Sequence, StepPlan, plan_step
 from producers.engines.stops import Decode, completes_stop
@@ -197,7 +198,7 @@ class DecodeLoop:
     def _receive(self) -> list[Command]:
         with self._arrived:
             if not (self._commands or self._waiting or self._occupied()):
-                self._lane.enter("wait_tasks")
+                self._lane.wait()
                 while not self._commands:
                     self._arrived.wait()
             commands = list(self._commands)
@@ -250,13 +251,14 @@ class DecodeLoop:
     def _step(self, plan: StepPlan) -> None:
         if plan.empty:
             return
-        self._lane.enter(plan.phase)
-        start = time.perf_counter()
         for slot in plan.begins:
             self._at(slot).prompt_version = self._version
         for copy in plan.copies:
-            self._runner.copy_prompt(copy)
             self._at(copy.target).cached = copy.count
+        self._enter(plan)
+        start = time.perf_counter()
+        for copy in plan.copies:
+            self._runner.copy_prompt(copy)
         sampling, logits_RV = self._forward(plan)
         occupied = sum(sequence is not None for sequence in self._slots)
         self._sample(sampling, logits_RV)
@@ -270,6 +272,18 @@ class DecodeLoop:
         totals.recomputed_tokens += plan.recomputed
         totals.finished_prompts += len(sampling) - len(plan.decode)
         totals.occupied += occupied
+
+    def _enter(self, plan: StepPlan) -> None:
+        """The step's phases, with their shares of its time by floating-point operations."""
+        contexts = [self._at(slot).cached + 1 for slot in plan.decode]
+        runner, lane = self._runner, self._lane
+        parts = efforts(runner.shape, runner.itemsize, contexts, plan.chunks, plan.recomputed)
+        for part in parts:
+            lane.did(part.phase, part.flop, part.nbytes)
+        if len(parts) == 1:
+            lane.enter(parts[0].phase)
+        else:
+            lane.enter_shared([(part.phase, part.flop) for part in parts])
 
     def _forward(self, plan: StepPlan) -> tuple[list[int], torch.Tensor]:
         """Run the step; returns the slots that sample and their logits, row by row."""
@@ -311,6 +325,8 @@ class DecodeLoop:
     def _append(self, slot: int, token: int, logprob: float) -> None:
         sequence = self._at(slot)
         assert self._version is not None
+        if not sequence.tokens:
+            sequence.first_at = time.perf_counter()
         sequence.spans.note(len(sequence.tokens), self._version, sequence.prompt_version)
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from headrace.errors import ModelError
+from headrace.policy.intensity import shape_of
 from producers.engines.kv_pages import PAGE, Ints, PagePool, PageTable
 from producers.engines.sequences import Copy
 from producers.engines.slot_attention import NAME, Chunk, plan_attention, slot_attention, token_places
@@ -43,6 +44,9 @@ class ModelRunner:
         memory = self._pool.memory
         self.wide_context = _wide_context(model, config)
         self.kv_bytes_per_token = memory.nbytes // (memory.shape[2] * memory.shape[4])
+        self.shape = shape_of(model)
+        self.itemsize = parameter.dtype.itemsize
+        """Bytes of a value of the compute dtype."""
 
     def copy_prompt(self, copy: Copy) -> None:
         """Give `copy.target` the pages of the first `copy.count` tokens of `copy.source`."""

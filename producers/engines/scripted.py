@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from broker.messages import FinishReason
 from headrace.errors import EngineError
-from headrace.telemetry.phases import Lane
+from headrace.telemetry.phases import Lane, Place
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request
 from producers.engines.seeds import request_seed
@@ -37,6 +37,7 @@ class _Sequence:
     prompt_version: PolicyVersion | None = None
     """The version that its keys and values would be of, were there a model."""
     slot_at: float = 0.0
+    first_at: float = 0.0
 
 
 class ScriptedEngine:
@@ -79,7 +80,7 @@ class ScriptedEngine:
         self._buffers: dict[Layout, npt.NDArray[np.uint8]] = {}
         self._decode_steps = self._decoded_tokens = self._prefill_tokens = self._busy_slot_steps = 0
         self._recomputed_tokens = 0
-        self.lane = Lane("engine", "wait_start")
+        self.lane = Lane("engine", "wait_start", place=Place("device", "simulated", 1))
 
     @property
     def slots(self) -> int:
@@ -174,7 +175,7 @@ class ScriptedEngine:
             self._fill_slots()
             if not self._running:
                 self._wake.clear()
-                self.lane.enter("wait_tasks")
+                self.lane.wait()
                 await self._wake.wait()
                 continue
             self.lane.enter("decode")
@@ -222,6 +223,7 @@ class ScriptedEngine:
             )
             if ends and not cut and sampling.stop_token_ids:
                 token = sampling.stop_token_ids[0]
+            sequence.first_at = sequence.first_at or time.perf_counter()
             sequence.tokens.append(token)
             if token in sampling.stop_token_ids or (ends and not cut):
                 self._finish(sequence, "stop")
@@ -244,6 +246,7 @@ class ScriptedEngine:
                 finish_reason=reason,
                 queue_s=slot_at - sequence.asked_at,
                 decode_s=now - slot_at,
+                first_token_s=max(0.0, sequence.first_at - sequence.asked_at),
             )
         )
 

@@ -30,6 +30,8 @@ class Sequence:
     """Tokens that may be sampled: its own maximum, or what the context leaves."""
     asked_at: float
     slot_at: float = 0.0
+    first_at: float = 0.0
+    """When its first token was sampled."""
     cached: int = 0
     """Leading tokens whose keys and values are in the cache."""
     tokens: list[int] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Sequence:
             finish_reason=reason,
             queue_s=slot_at - self.asked_at,
             decode_s=now - slot_at,
+            first_token_s=max(0.0, self.first_at - self.asked_at),
         )
 
 
@@ -110,13 +113,6 @@ class StepPlan:
     @property
     def empty(self) -> bool:
         return not self.decode and not self.chunks
-
-    @property
-    def phase(self) -> str:
-        """What the step is in the books: "prefill" or "recompute" where nothing decodes, "mixed" where both are."""
-        if self.decode:
-            return "mixed" if self.chunks else "decode"
-        return "recompute" if self.recomputed else "prefill"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import EngineError, ModelError
-from headrace.telemetry.phases import Lane
+from headrace.telemetry.arithmetic import Roofline
+from headrace.telemetry.phases import Lane, Place
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request
 from producers.engines.decode_loop import Abort, Close, DecodeLoop, Finished, Submit, Swap, Swapped
@@ -89,7 +90,9 @@ class TorchEngine:
         self._ended: asyncio.Event = asyncio.Event()
         self._broken: EngineError | None = None
         self._closed = False
-        self.lane = Lane("engine", "start")
+        self.lane = Lane("engine", "start", place=Place("device", "auto" if device == "auto" else device, 1))
+        self.roofline: Roofline | None = None
+        """What its device was measured to reach; from `start` on."""
 
     @property
     def slots(self) -> int:
@@ -167,6 +170,7 @@ class TorchEngine:
         import torch
 
         from headrace.policy.dtype import compute_dtype
+        from headrace.policy.intensity import measured, observe
         from headrace.policy.loading import load_model, model_width
         from headrace.policy.memory import keep_freed_memory
         from producers.engines.model_runner import ModelRunner
@@ -177,10 +181,14 @@ class TorchEngine:
         device = self._device
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        self.lane.place.device = device
         dtype = compute_dtype(self._dtype, device, *model_width(self._folder), rows=self._slots)
+        # Before the model, which takes the memory that this leaves.
+        self.roofline = measured(device, dtype)
         model = load_model(self._folder, dtype, device)
         self._runner = ModelRunner(model, self._slots, self._context_length)
         self._weights = EngineWeights(model)
+        observe(self.lane, device)
         self.loop = DecodeLoop(
             self._runner,
             slots=self._slots,
@@ -225,6 +233,7 @@ class TorchEngine:
         """The decode thread. Whatever breaks it must reach everybody who waits for it."""
         import torch
 
+        self.lane.bind()
         torch.set_num_threads(self._threads)
         torch.set_flush_denormal(True)  # exp() of far-off scores is denormal, and then a hundred times slower
         broken: EngineError | None = None

@@ -17,10 +17,12 @@ import socket
 import sys
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from headrace.config import EnvironmentConfig
 from headrace.objects import reason
+from headrace.telemetry.phases import Lane
 from producers.rewards.serving import LENGTH, Setup, answered, framed
 from producers.rewards.worker import Call, Score
 
@@ -170,6 +172,10 @@ class Pool:
     def __init__(self, environment: EnvironmentConfig, *, workers: int, deadline_s: float, memory_mb: int) -> None:
         self._environment, self._deadline_s, self._memory_mb = environment, deadline_s, memory_mb
         self._count = workers
+        name = environment.called
+        self.lanes = tuple(Lane(f"score/{name}/{number}", "start", waits_for="rollout") for number in range(workers))
+        """One per call that is under way, whichever worker it has."""
+        self._free = list(self.lanes)
         self._seats = asyncio.Semaphore(workers)
         self._idle: list[Worker] = []
         self._workers: set[Worker] = set()
@@ -178,7 +184,7 @@ class Pool:
 
     async def start(self) -> None:
         """Start all workers, so that they are ready when the first rollout ends."""
-        await asyncio.gather(*(self._seated(self._warm()) for _ in range(self._count)))
+        await asyncio.gather(*(self._seated(self._warm(), "start") for _ in range(self._count)))
 
     async def call(self, call: Call) -> list[Score]:
         """A Score for each rollout of the call; with the reason in each when the worker did not answer.
@@ -186,7 +192,7 @@ class Pool:
         Who is cancelled while a worker computes goes without the answer; the worker goes on till its deadline, and
         nobody waits for another one to load.
         """
-        return await self._seated(self._answer(call))
+        return await self._seated(self._answer(call), "score")
 
     async def close(self) -> None:
         """End all workers. Calls that are open end as failures. Idempotent."""
@@ -196,19 +202,23 @@ class Pool:
             if self._work:
                 await asyncio.wait(self._work, timeout=1.0)
 
-    async def _seated(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _seated(self, work: Coroutine[Any, Any, T], phase: str) -> T:
         """Do this once a worker is free. From then on it is done to its end, whoever still waits for it."""
         try:
             await self._seats.acquire()
         except asyncio.CancelledError:
             work.close()
             raise
+        lane = self._free.pop()
+        lane.enter(phase)
         task = asyncio.create_task(work)
         self._work.add(task)
-        task.add_done_callback(self._stand_up)
+        task.add_done_callback(partial(self._stand_up, lane))
         return await asyncio.shield(task)
 
-    def _stand_up(self, task: asyncio.Task[Any]) -> None:
+    def _stand_up(self, lane: Lane, task: asyncio.Task[Any]) -> None:
+        lane.wait()
+        self._free.append(lane)
         self._work.discard(task)
         self._seats.release()
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from broker.messages import TaskKind
 from headrace.config import OWN_REWARD, EnvironmentConfig, RewardConfig
 from headrace.objects import reason
+from headrace.telemetry.phases import Lane
 from producers.environments.api import Rollout
 from producers.rewards.pool import Pool
 from producers.rewards.registry import parts_of
@@ -30,7 +31,16 @@ class Bench:
         # Where it is not named, what an episode gave by itself never comes here.
         named = (place for place, part in enumerate(environment.reward) if part.name == OWN_REWARD)
         self._own = next(named, -1)
-        self._services = {place: Service(part, deadline_s) for place, part in enumerate(self.parts) if part.is_service}
+        self._services = {
+            place: Service(part, deadline_s, f"{environment.called}/service-{place}")
+            for place, part in enumerate(self.parts)
+            if part.is_service
+        }
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """One per worker and per request to a service."""
+        return (*self.pool.lanes, *(lane for service in self._services.values() for lane in service.lanes))
 
     async def score(self, kind: TaskKind, rollout: Rollout, pickled: bytes) -> Score:
         """All parts at once but those of the group, and the environment's verdict with the first worker's call."""
@@ -86,6 +96,11 @@ class Scorer:
     def start(self) -> None:
         """Start the workers now, so that they are ready when the first rollout ends."""
         self._starting = asyncio.create_task(self._start())
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Of all environments: what scores them is busy or waits."""
+        return tuple(lane for bench in self._benches.values() for lane in bench.lanes)
 
     @property
     def open_calls(self) -> int:

@@ -21,6 +21,7 @@ from headrace.config import RewardConfig
 from headrace.errors import ConfigError
 from headrace.objects import reason, shortened
 from headrace.secret import secret
+from headrace.telemetry.phases import Lane
 from producers.environments.api import Rollout
 from producers.rewards.formats import BadAnswer, encoded, request, values_of
 from producers.rewards.worker import Score, judged
@@ -53,9 +54,17 @@ class _Waiting:
 class Service:
     """One service for one environment."""
 
-    def __init__(self, config: RewardConfig, deadline_s: float) -> None:
-        """Raises ConfigError where the variable with its token is not set."""
+    def __init__(self, config: RewardConfig, deadline_s: float, name: str = "service") -> None:
+        """`name`: of its lanes, one per request at once.
+
+        Raises ConfigError where the variable with its token is not set.
+        """
         self._config, self._deadline_s = config, deadline_s
+        lanes = (
+            Lane(f"score/{name}/{number}", "wait_rollout", waits_for="rollout") for number in range(config.requests)
+        )
+        self.lanes = tuple(lanes)
+        self._free = list(self.lanes)
         self._token = _token(config.token_env)
         self._waiting: deque[_Waiting] = deque()
         self._senders: set[asyncio.Task[None]] = set()
@@ -86,6 +95,8 @@ class Service:
             await self._session.close()
 
     async def _send(self) -> None:
+        lane = self._free.pop()
+        lane.enter("score")
         try:
             while batch := self._batch():
                 scores = [ENDED] * len(batch)
@@ -94,6 +105,8 @@ class Service:
                 finally:
                     _settle(batch, scores)
         finally:
+            lane.wait()
+            self._free.append(lane)
             # At once, not when its task is seen to have ended: what comes in between must find a sender missing.
             self._senders.discard(asyncio.current_task())
 

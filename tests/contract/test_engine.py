@@ -240,7 +240,7 @@ async def test_close_ends_everything_with_abort(engine: Engine) -> None:
 async def test_phases_wait_when_there_is_nothing_to_do(engine: Engine) -> None:
     await engine.generate(ask("a"))
     lane = engine.lane  # type: ignore[attr-defined]
-    await until(lambda: lane.phase == "wait_tasks", "the engine waits for tasks")
+    await until(lambda: lane.phase == "wait_start", "the engine waits for tasks")
     assert lane.seconds()["decode"] > 0
     assert math.isclose(sum(lane.seconds().values()), lane.wall(), rel_tol=0.5)
 

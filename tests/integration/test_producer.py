@@ -56,7 +56,7 @@ async def test_tasks_become_groups(setting: Setting, tmp_path: Path) -> None:
     async with scene.producer() as producer:
         await scene.trainer.admit(*names)
         await scene.trainer.admit("exam-1", kind="eval", group_size=3)
-        await wait_until(lambda: producer.gauges.host.phase == "wait_version", "it waits for a version")
+        await wait_until(lambda: producer.gauges.host.phase == "wait_start", "it waits for a version")
         assert await scene.held() == 0
         await scene.trainer.publish(0)
         await scene.trainer.receive(*names, "exam-1")
@@ -87,7 +87,7 @@ async def test_a_task_waits_for_the_version_that_it_asks_for(setting: Setting) -
         await scene.trainer.receive("early")
         await scene.trainer.admit("late", step=2)
         await wait_until(lambda: len(producer.jobs.held) == 1, "the late task is taken")
-        assert (producer.jobs.phase(), producer.jobs.room()) == ("wait_version", 0)
+        assert (producer.jobs.phase(), producer.jobs.room()) == ("wait_behind_on_weights", 0)
         await scene.trainer.admit("another")
         await scene.trainer.publish(1)
         await wait_until(lambda: producer.version == scene.trainer.version(1), "version 1 is committed")

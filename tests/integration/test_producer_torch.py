@@ -71,7 +71,7 @@ async def test_a_real_model_plays_tasks_on_published_weights(
         tasks = [Task(f"t{n}", "train", "arithmetic", n, n, 4, version, FAR_FUTURE_MS) for n in range(2)]
         await port.admit(fence, tasks)
         await wait_until(arrived, "both groups have come", seconds=60)
-        assert producer.gauges.host.phase in ("play", "wait_score", "wait_broker", "wait_tasks")
+        assert producer.gauges.host.phase in ("play", "wait_scores", "wait_backpressure", "wait_no_task")
     finally:
         service.stop("the test is over")
         await asyncio.wait_for(running, 60)

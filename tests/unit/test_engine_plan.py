@@ -39,10 +39,7 @@ def test_decoding_slots_decode_and_prompts_share_the_budget_in_order_of_arrival(
     assert plan.decode == (1,)
     assert plan.chunks == (Chunk(3, 0, 6), Chunk(0, 0, 2))
     assert plan.begins == (3, 0)
-    assert plan.phase == "mixed"
     assert plan_step([slots[0]], V1, Budget(0)).empty
-    assert plan_step([slots[0]], V1, Budget(8)).phase == "prefill"
-    assert plan_step([slots[1]], V1, Budget(8)).phase == "decode"
 
 
 def test_a_prompt_goes_on_where_it_was_cut() -> None:
@@ -87,19 +84,14 @@ def test_an_emptied_cache_is_filled_within_the_budget_in_order_of_arrival() -> N
     plan = plan_step(slots, V2, Budget(12))
     assert plan.chunks == (Chunk(1, 0, 9), Chunk(2, 0, 3))
     assert plan.begins == (1, 2)
-    assert (plan.decode, plan.phase) == ((), "recompute")
+    assert plan.decode == ()
     # The newest token of slot 1 was never in the cache: it is computed for the first time, and no prompt token.
     assert (plan.recomputed, plan.prefilled) == (8 + 3, 0)
     slots[1].cached, slots[2].cached = 9, 3
     slots[1].tokens.append(9)
     slots[1].prompt_version = slots[2].prompt_version = V2
     plan = plan_step(slots, V2, Budget(12))
-    assert (plan.decode, plan.chunks, plan.begins, plan.phase) == (
-        (1,),
-        (Chunk(2, 3, 7), Chunk(0, 0, 5)),
-        (0,),
-        "mixed",
-    )
+    assert (plan.decode, plan.chunks, plan.begins) == ((1,), (Chunk(2, 3, 7), Chunk(0, 0, 5)), (0,))
     assert (plan.recomputed, plan.prefilled) == (6, 5)
 
 

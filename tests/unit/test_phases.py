@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-steps = st.lists(st.tuples(st.sampled_from(["decode", "prefill", "wait_tasks", "swap"]), st.integers(0, 1000)))
+steps = st.lists(st.tuples(st.sampled_from(["decode", "prefill", "wait_no_task", "swap"]), st.integers(0, 1000)))
 
 
 @given(steps)
@@ -75,8 +75,8 @@ def test_a_phase_entered_while_another_thread_reads_is_not_in_that_reading() -> 
 
 
 def test_idle_fraction_of_an_interval() -> None:
-    before = {"decode": 10.0, "wait_tasks": 5.0}
-    after = {"decode": 16.0, "wait_tasks": 7.0}
+    before = {"decode": 10.0, "wait_no_task": 5.0}
+    after = {"decode": 16.0, "wait_no_task": 7.0}
     assert idle_fraction(after, before) == 0.25
     assert idle_fraction(before) == 5 / 15
     assert idle_fraction({}) == 0.0

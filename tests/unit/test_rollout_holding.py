@@ -46,19 +46,19 @@ def test_room_is_what_the_slots_leave_and_nothing_while_a_version_is_missing() -
 @pytest.mark.parametrize(
     ("tasks", "version", "outage", "expected"),
     [
-        ([], None, False, "wait_version"),
-        ([held(4)], None, False, "wait_version"),
-        ([], OLD, False, "wait_tasks"),
+        ([], None, False, "wait_start"),
+        ([held(4)], None, False, "wait_start"),
+        ([], OLD, False, "wait_no_task"),
         ([held(1), held(0, 3)], OLD, False, "play"),
         ([held(4, waits=True), held(1)], OLD, False, "play"),
-        ([held(4, waits=True), held(0, 1)], OLD, False, "wait_version"),
-        ([held(0, 1), held()], OLD, False, "wait_score"),
-        ([held()], OLD, False, "wait_broker"),
+        ([held(4, waits=True), held(0, 1)], OLD, False, "wait_behind_on_weights"),
+        ([held(0, 1), held()], OLD, False, "wait_scores"),
+        ([held()], OLD, False, "wait_backpressure"),
         ([], None, True, "wait_broker"),
         ([], OLD, True, "wait_broker"),
         ([held(1)], OLD, True, "play"),
         ([held(4, waits=True)], OLD, True, "wait_broker"),
-        ([held(0, 1)], OLD, True, "wait_score"),
+        ([held(0, 1)], OLD, True, "wait_scores"),
     ],
 )
 def test_the_phase_of_the_whole(tasks: list[Held], version: PolicyVersion | None, outage: bool, expected: str) -> None:

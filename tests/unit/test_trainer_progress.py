@@ -130,7 +130,7 @@ def test_steps_and_summary(tmp_path: Path) -> None:
     deliveries = tuple(GroupDelivery(f"{i}-0", 7, group(i, 1, 0, kind="train")) for i in range(2))
     batch = Batch(PolicyVersion(1, 3), deliveries, (1, 4), ())
     peers = [
-        producer("p1", seconds={"decode": 12.0, "wait_tasks": 1.0}, idle=0.25, tokens_per_s=300.0),
+        producer("p1", seconds={"decode": 12.0, "wait_no_task": 1.0}, idle=0.25, tokens_per_s=300.0),
         producer("p2", seconds={"decode": 1.0}, idle=0.75, tokens_per_s=100.0),
         producer("p3"),
     ]
@@ -146,7 +146,7 @@ def test_steps_and_summary(tmp_path: Path) -> None:
     assert (summary["accuracy_before"], summary["accuracy_after"], summary["steps"]) == (None, 0.75, 3)
     assert summary["seconds"] == {
         "trainer": {"train": 3.0, "wait_groups": 1.0},
-        "producers": {"decode": 3.0, "wait_tasks": 1.0},
+        "producers": {"decode": 3.0, "wait_no_task": 1.0},
     }
     assert summary["idle_wait"] == {"trainer": 0.25, "producers": 0.25}
     assert summary["balance"]["train"]["closed"]
