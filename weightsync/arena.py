@@ -6,8 +6,9 @@ it is: how many chunks are ready, in order, and the digest of each, so that a re
 
     data, padded to a page | magic, bytes of data, chunks ready, 1 when complete (4 x u64) | 16 bytes per chunk
 
-The name alone says whose it is, so that the leftovers of a dead owner are told from the segments of a living one
-without asking it (`start` is the process's start time in clock ticks since boot, as a pid may be used again):
+The name says whose it is, so that the leftovers of a dead owner are told from the segments of a living one without
+asking it, as `weightsync/owners.py` says (`start` is the process's start time in clock ticks since boot, as a pid may
+be used again):
 
     headrace-<run id>-<home>-<version>-<part>-<pid>-<start>-<pid namespace>-<nonce>
 
@@ -35,6 +36,7 @@ from pathlib import Path
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
 from weightsync.manifest import DIGEST_BYTES, Layout
+from weightsync.owners import Owner, announce
 
 FOLDER_VARIABLE = "HEADRACE_SHM_DIR"
 """Where segments lie; unset it is /dev/shm."""
@@ -54,25 +56,6 @@ _NAME = re.compile(
     r"headrace-(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
     r"-(?P<home>[0-9a-f]{8})-(?P<incarnation>\d{1,18})\.(?P<step>\d{1,18})-(?P<part>\d{1,4})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-(?P<namespace>\d{1,20})-(?P<nonce>[0-9a-f]{8})(?P<spare>-spare)?"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """A process, told apart from a later one with the same pid, and from one of another pid namespace."""
-
-    pid: int
-    start: int
-    namespace: int
-
-    @classmethod
-    def this(cls) -> Owner:
-        pid = os.getpid()
-        return cls(pid, _start_ticks(pid) or 0, _namespace())
-
-    @property
-    def alive(self) -> bool:
-        """Whether it may still live: true also for one of another pid namespace, which cannot be looked up here."""
-        return self.namespace != _namespace() or _start_ticks(self.pid) == self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +265,10 @@ class Arena:
             return False
         return True
 
+    def lives(self, name: SegmentName) -> bool:
+        """Whether its owner does."""
+        return name.owner.lives(self.folder)
+
     def sweep(
         self, run_id: str | None = None, orphan_age_s: float = ORPHAN_AGE_S, *, keep_run: str | None = None
     ) -> list[SegmentName]:
@@ -291,7 +278,7 @@ class Arena:
         """
         removed = []
         for name in self.segments():
-            if name.owner.alive or (self._of(name, keep_run) and not name.spare):
+            if self.lives(name) or (self._of(name, keep_run) and not name.spare):
                 continue
             if not name.spare and not self._of(name, run_id) and self._age_s(name) < orphan_age_s:
                 continue
@@ -310,6 +297,7 @@ class Arena:
 
     def _create(self, path: Path, layout: Layout, part: int) -> NewSegment:
         size = _size(layout, part)
+        announce(self.folder)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, size)
@@ -328,8 +316,8 @@ class Arena:
         free = os.statvfs(self.folder)
         return (
             f"{self.folder} has {free.f_bavail * free.f_frsize / 1e6:.0f} MB left, a weight version needs "
-            f"{nbytes / 1e6:.0f} MB; enlarge it (a container's --shm-size), lower weights.max_live_versions, "
-            f"or set {FOLDER_VARIABLE} to a folder with more room"
+            f"{nbytes / 1e6:.0f} MB; enlarge it (a container's --shm-size, HEADRACE_SHM_SIZE of compose.yaml), lower "
+            f"weights.max_live_versions, or set {FOLDER_VARIABLE} to a folder with more room"
         )
 
 
@@ -364,19 +352,3 @@ def _populate(mapping: mmap.mmap) -> None:
         # Kernels before 5.14 do not know it; pages then come as they are touched.
         if error.errno != errno.EINVAL:
             raise
-
-
-def _namespace() -> int:
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/<pid>/stat (proc(5)): start in clock ticks after boot; None for no such process or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X", "x") else int(fields[19])

@@ -273,7 +273,7 @@ class Mirror:
     def _create(self, manifest: Manifest, part: int) -> NewSegment:
         version = manifest.version
         for name in self._arena.segments(self._run_id):
-            if (name.version, name.part) == (version, part) and not name.owner.alive:
+            if (name.version, name.part) == (version, part) and not self._arena.lives(name):
                 # Begun by a service that died.
                 self._arena.remove(name)
         spare, self._spare = self._spare, None

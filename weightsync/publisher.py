@@ -184,8 +184,9 @@ class Publisher:
         if newest is None or self._closing or self._arena.has(newest.parts[self._part].segment):
             return
         raise WeightError(
-            f"the weights of {newest.version} were removed from {self._arena.folder} by another program (systemd-logind "
-            "does so with RemoveIPC=yes once the user has logged out); a trainer that goes on publishes them again"
+            f"the weights of {newest.version} were removed from {self._arena.folder} by another program "
+            "(systemd-logind does so with RemoveIPC=yes once the user has logged out); a trainer that goes on "
+            "publishes them again"
         )
 
     async def close(self) -> None:
@@ -311,7 +312,8 @@ class Publisher:
         head, leased, pinned = await self._port.head(), await self._port.leased(), await self._pinned()
         # What an older incarnation has begun will never be sealed, though its trainer may live.
         mine = self._fence.incarnation
-        held = [Held(str(name), name.version, name.version.incarnation >= mine and name.owner.alive) for name in names]
+        lives = self._arena.lives
+        held = [Held(str(name), name.version, name.version.incarnation >= mine and lives(name)) for name in names]
         going = {item.name for item in freeable(held, head, (leased.keys() if bases else read(leased)) | pinned)}
         for name in (name for name in names if str(name) in going):
             # In this order: of a trainer that stops in between others find the segment.

@@ -32,7 +32,7 @@ from headrace.telemetry.journal import Journal, LossyJournal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, Owner, SegmentName
+from weightsync.arena import Arena, SegmentName
 from weightsync.between import Between
 from weightsync.books import Books, Check
 from weightsync.checking import first_damage
@@ -40,6 +40,7 @@ from weightsync.digests import Pace
 from weightsync.leasing import exporter
 from weightsync.manifest import Manifest, decode
 from weightsync.mirror import Outcome
+from weightsync.owners import Owner
 from weightsync.retention import Held, freeable
 from weightsync.transports import KINDS
 
@@ -156,12 +157,12 @@ class WeightService:
         head, leased, pinned = await self._port.head(), await self._port.leased(), await self._port.pinned()
         self._pinned = pinned
         coming = self._between.mirror.needed() if self._between else set()
-        held = [Held(str(name), name.version, name.owner.alive) for name in names]
+        held = [Held(str(name), name.version, self._arena.lives(name)) for name in names]
         going = {item.name for item in freeable(held, head, leased.keys() | pinned | coming)}
         freed = [name for name in names if str(name) in going and await asyncio.to_thread(self._arena.remove, name)]
         staying = {name.version for name in names if str(name) not in going}
         for name in freed:
-            self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
+            self._write("freed", version=str(name.version), segment=str(name), owner_alive=self._arena.lives(name))
         # Whose manifests go: of what was published here.
         ours = {name.version for name in freed if self._published_here(name)}
         gone = ours | set(self._books.unfreed(self._host))
@@ -210,10 +211,10 @@ class WeightService:
         elif over is False:
             read = await self._await_readers()
         for name in self._arena.segments(self._run_id):
-            needed = name.version in read if self._brought(name) else name.owner.alive
+            needed = name.version in read if self._brought(name) else self._arena.lives(name)
             kept = needed or name.version in self._pinned
             if (over or not kept) and await asyncio.to_thread(self._arena.remove, name):
-                self._write("freed", version=str(name.version), segment=str(name), owner_alive=name.owner.alive)
+                self._write("freed", version=str(name.version), segment=str(name), owner_alive=self._arena.lives(name))
 
     async def _over(self) -> bool | None:
         """Say goodbye, and learn whether the run is over; None where that is not known."""
@@ -272,7 +273,7 @@ class WeightService:
         until = time.monotonic() + LEAVE_S
         # Files of another process: nothing wakes us when it unlinks them.
         while time.monotonic() < until and any(  # noqa: ASYNC110
-            name.owner.alive and name.owner != Owner.this() for name in self._arena.segments(self._run_id)
+            self._arena.lives(name) and name.owner != Owner.this() for name in self._arena.segments(self._run_id)
         ):
             await asyncio.sleep(0.05)
 

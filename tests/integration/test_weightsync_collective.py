@@ -29,7 +29,7 @@ from tests.bulk import LAYOUT, RUN, SECRET, Publication, Site, Sites
 from tests.conftest import BROKER
 from tests.support import wait_until
 from tests.weights import flip
-from weightsync.arena import Arena, Owner
+from weightsync.arena import Arena
 from weightsync.bulk import pairs
 from weightsync.bulk.pairs import Hosting, PairBroken, ReceivingEnd, usable_backends
 from weightsync.bulk.server import BulkServer
@@ -38,6 +38,7 @@ from weightsync.choosing import backends_of, transport_of
 from weightsync.digests import Pace
 from weightsync.manifest import encode
 from weightsync.mirror import Mirror
+from weightsync.owners import Owner
 from weightsync.placement import Bytes, Placement
 from weightsync.transports.api import Source, Unavailable
 from weightsync.transports.collective import CollectiveTransport, PairDownload
@@ -166,7 +167,7 @@ async def test_a_process_that_dies_or_stops_mid_way_costs_a_line_and_nothing_els
 
 def gone(pid: int) -> bool:
     """A process that nobody has waited for yet counts as gone."""
-    return not replace(Owner.this(), pid=pid, start=started(pid)).alive
+    return not replace(Owner.this(), pid=pid, start=started(pid)).lives(Path("/dev/shm"))
 
 
 def started(pid: int) -> int:

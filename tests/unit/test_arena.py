@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, Owner, Segment, SegmentName, default_folder
+from weightsync.arena import Arena, Segment, SegmentName, default_folder
 from weightsync.bulk.shelf import Held, Shelf
 from weightsync.manifest import Layout, TensorSpec
+from weightsync.owners import Owner
 
 VERSION = PolicyVersion(1, 7)
 LAYOUT = Layout.of([("w", "float32", (80,)), ("b", "float32", (9,))], chunk_bytes=128)
@@ -295,13 +296,6 @@ def test_what_another_user_left_is_left(arena: Arena, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Path, "unlink", refused)
     assert not arena.remove(name)
-
-
-def test_reused_pid_and_unknown_namespace() -> None:
-    me = Owner.this()
-    assert me.alive
-    assert not Owner(me.pid, me.start + 1, me.namespace).alive
-    assert Owner(me.pid, me.start + 1, me.namespace + 1).alive
 
 
 def test_folder_comes_from_the_environment_and_is_checked(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from weightsync.arena import Arena, Owner, Segment, SegmentName
+from weightsync.arena import Arena, Segment, SegmentName
 from weightsync.manifest import Layout
 
 LOOK_S = 0.002
@@ -20,9 +21,10 @@ LOOK_S = 0.002
 class Held:
     """A part that lies here, perhaps not all of it yet. To be closed. For one thread."""
 
-    def __init__(self, segment: Segment, owner: Owner) -> None:
+    def __init__(self, segment: Segment, filled: Callable[[], bool]) -> None:
+        """`filled` says whether its owner lives, and may fill more of it."""
         self.segment = segment
-        self._owner = owner
+        self._filled = filled
         self._mapping: mmap.mmap | None = None
 
     @contextmanager
@@ -54,7 +56,7 @@ class Held:
     @property
     def abandoned(self) -> bool:
         """Whether no more of it will come."""
-        return not self._owner.alive and not self.segment.complete
+        return not self._filled() and not self.segment.complete
 
     def close(self) -> None:
         # Unmapped with the last view of it: an exception that is on its way may hold one.
@@ -100,7 +102,7 @@ class Shelf:
                     continue
                 if best is not None:
                     best.close()
-                best, furthest = Held(segment, name.owner), ready
+                best, furthest = Held(segment, partial(self._arena.lives, name)), ready
         return best
 
     def whole(self, version: PolicyVersion, part: int, nbytes: int, chunk_bytes: int) -> Held | None:

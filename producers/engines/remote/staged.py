@@ -33,8 +33,9 @@ import numpy.typing as npt
 
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
-from weightsync.arena import FOLDER_VARIABLE, MAX_RUN_ID, Owner, default_folder
+from weightsync.arena import FOLDER_VARIABLE, MAX_RUN_ID, default_folder
 from weightsync.manifest import DTYPE_BYTES, Layout, TensorSpec
+from weightsync.owners import Owner, announce
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Staged:
         self.folder = memory / _name(run_id)
         """Readable by this user only."""
         try:
+            announce(memory)
             self.folder.mkdir(mode=0o700)
             try:
                 self._map = _create(self.folder / WEIGHTS, self._base + layout.nbytes)
@@ -145,7 +147,7 @@ def sweep(memory: Path | None = None) -> list[str]:
     removed = []
     for entry in _folders(memory):
         match = _NAME.fullmatch(entry.name)
-        if match is None or Owner(int(match["pid"]), int(match["start"]), int(match["namespace"])).alive:
+        if match is None or Owner(int(match["pid"]), int(match["start"]), int(match["namespace"])).lives(memory):
             continue
         # Another user's stays where it is.
         shutil.rmtree(entry, ignore_errors=True)
