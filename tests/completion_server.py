@@ -57,9 +57,7 @@ class CompletionServer:
 
     async def __aenter__(self) -> CompletionServer:
         app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/openapi.json", self._openapi)
-        app.router.add_post("/v1/completions", self._complete)
+        self._routes(app)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -71,9 +69,15 @@ class CompletionServer:
     ) -> None:
         await self.close()
 
+    def _routes(self, app: web.Application) -> None:
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/openapi.json", self._openapi)
+        app.router.add_post("/v1/completions", self._complete)
+
     def let_go(self) -> None:
         self.hang = False
         self._let.set()
+        self._let = asyncio.Event()
 
     async def close(self) -> None:
         """Connections drop. Idempotent."""
