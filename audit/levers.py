@@ -31,6 +31,8 @@ LEVER_OF: Mapping[str, LeverName] = {
     "trainer": "kernels",
 }
 """Bottleneck to the lever that is its remedy."""
+TAKES_TURNS = frozenset({"staleness_bound", "weight_sync", "trainer", "too_many_producers"})
+"""Bottlenecks that devices which wait for each other explain, so that sharing one may be cheaper."""
 WORTH = 1.02
 """Gain from which on a lever is named."""
 
@@ -67,8 +69,12 @@ def levers_of(
     spent: dict[Kind, float] = {}
     for segment in path:
         spent[segment.kind] = spent.get(segment.kind, 0.0) + segment.seconds / max(1, figures.steps)
-    found = [lever for lever in _all(run, rates, split, spent, path, bottleneck) if lever.gain >= WORTH]
     first = LEVER_OF.get(bottleneck.name)
+    found = [
+        lever
+        for lever in _all(run, rates, split, spent, path, bottleneck)
+        if lever.gain >= WORTH or lever.name == first
+    ]
     return sorted(found, key=lambda lever: (lever.name != first, -lever.gain))
 
 
@@ -110,7 +116,7 @@ def _all(
         f"{spent.get('checkpoint', 0.0):.2f} s of a step are spent writing checkpoints",
         f"checkpoint.every = {4 * every}, or a faster disk for the run's folder",
     )
-    if bottleneck.name not in ("reward", "weight_sync", "checkpoint"):
+    if bottleneck.name not in ("reward", "weight_sync", "checkpoint", "straggler"):
         yield Lever(
             "staleness_bound",
             rates.period_s / max(rates.bound_s(), 1e-9),
@@ -118,29 +124,30 @@ def _all(
             f"staleness.max_lag = {run.max_lag + 1}: it buys throughput with staleness, so look at the reward as well",
         )
     yield from _producers(rates, split, bottleneck)
-    yield from _devices(rates, path, spent)
+    yield from _devices(rates, path, spent, bottleneck)
 
 
 def _producers(rates: Rates, split: Split | None, bottleneck: Bottleneck) -> Iterator[Lever]:
     if bottleneck.name == "straggler":
         yield Lever(
             "producers",
-            max(WORTH, rates.period_s / max(rates.bound_s(), 1e-9)),
+            rates.period_s / max(rates.bound_s(), 1e-9),
             bottleneck.sentence,
             f"find out why {bottleneck.subject} is slow, or replace it: `headrace scale producer N` drains the newest",
         )
     elif split is not None and split.recommended.producers != round(rates.producers):
-        now = split.now.samples_per_device_hour
-        gain = split.recommended.samples_per_device_hour / now if now else 1.0
+        now, then = split.now, split.recommended
         yield Lever(
             "producers",
-            max(gain, split.gain),
-            f"{split.recommended.producers} producers make a step's tokens while the trainer works for it",
-            f"`headrace scale producer {split.recommended.producers}`",
+            then.samples_per_device_hour / now.samples_per_device_hour,
+            f"{then.producers} producers make {split.gain:.2f} times the samples per second that {now.producers} make",
+            f"`headrace scale producer {then.producers}`",
         )
 
 
-def _devices(rates: Rates, path: Sequence[Segment], spent: Mapping[Kind, float]) -> Iterator[Lever]:
+def _devices(
+    rates: Rates, path: Sequence[Segment], spent: Mapping[Kind, float], bottleneck: Bottleneck
+) -> Iterator[Lever]:
     queued = sum(s.seconds for s in path if s.phase in ("wait_slot", "wait_producer"))
     decoding = sum(s.seconds for s in path if s.phase == "decode")
     if queued > 0.05 * (queued + decoding) and rates.occupancy < SATURATED:
@@ -151,22 +158,33 @@ def _devices(rates: Rates, path: Sequence[Segment], spent: Mapping[Kind, float])
             f"tasks wait while only {rates.occupancy:.0%} of the decode slots are full",
             "more producer.slots, or a smaller trainer.group_size, so that a whole group finds room sooner",
         )
-    generating = rates.generation_s / rates.producers if rates.producers else 0.0
-    together, producers, trainers = rates.trainer_s + generating * rates.producers, *rates.devices
-    if producers + trainers > 1 and together > 0:
+    together = rates.trainer_s + rates.generation_s
+    if bottleneck.name in TAKES_TURNS and sum(rates.devices) > 1 and together > 0:
         yield Lever(
             "placement",
-            rates.period_s * (producers + trainers) / together,
-            "on one device, taking turns, nobody would wait; on several, this is what is lost to waiting",
-            'placement = "colocated" on as many devices',
+            rates.period_s * sum(rates.devices) / max(together, rates.scoring_s),
+            f"one device that takes turns would need {together:.2f} s for a step and never wait; "
+            f"{sum(rates.devices)} need {rates.period_s:.2f} s",
+            'placement = "colocated"',
         )
+    part = "training" if spent.get("training", 0.0) > spent.get("generation", 0.0) else "generation"
     yield Lever(
         "kernels",
-        rates.period_s
-        / max(rates.period_s - 0.5 * max(spent.get("training", 0.0), spent.get("generation", 0.0)), 1e-9),
-        "kernels twice as fast in the part that holds the run up",
+        kernel_gain(rates, spent),
+        f"{part} in half of its time",
         "profile the phase that stands on the critical path most",
     )
+
+
+def kernel_gain(rates: Rates, spent: Mapping[Kind, float]) -> float:
+    """What kernels twice as fast in the part that stands on the path longer would gain. `spent` is for one step."""
+    generating = rates.generation_s / rates.producers if rates.producers else 0.0
+    training, generation = spent.get("training", 0.0), spent.get("generation", 0.0)
+    if training > generation:
+        bound = max(0.5 * rates.training_s + rates.checkpoint_s, rates.scoring_s, generating)
+    else:
+        bound = max(rates.trainer_s, rates.scoring_s, 0.5 * generating)
+    return max(1.0, rates.period_s / max(rates.period_s - 0.5 * max(training, generation), bound, 1e-9))
 
 
 def _others(rates: Rates, kind: Kind) -> float:
@@ -183,8 +201,7 @@ def signs_of(run: Run, figures: Figures, rates: Rates, spent: Mapping[Kind, floa
     idle = {stage: share for stage, share in figures.idle_wait.items() if stage in ("generation", "training")}
     worst = max(idle, key=lambda stage: idle[stage], default="")
     synchronising = (spent.get("weight_sync", 0.0) + spent.get("checkpoint", 0.0) + spent.get("broker", 0.0)) / total
-    compute = max(spent.get("training", 0.0), spent.get("generation", 0.0))
-    speed_up = total / (total - 0.5 * compute)
+    speed_up = kernel_gain(rates, {kind: seconds / max(1, figures.steps) for kind, seconds in spent.items()})
     return [
         _below_peak(run.intensity),
         Sign(

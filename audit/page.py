@@ -31,13 +31,14 @@ h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1.1rem; margin: 0 0 .4rem }
 .verdict strong { font-size: 1.1rem } .verdict ul { margin: .4rem 0 0; padding-left: 1.2rem }
 main { display: grid; gap: 1.6rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)) }
 section { min-width: 0 } .wide { grid-column: 1 / -1 } figure { margin: 0 }
-svg { width: 100%; max-width: 40rem; height: auto; display: block } svg text { font-size: 11px; fill: var(--ink) }
+svg { width: 100%; max-width: 34rem; height: auto; display: block }
+.pair { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)) } svg text { font-size: 11px; fill: var(--ink) }
 svg .grid { stroke: var(--line) }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem .9rem; font-size: .85rem; margin: .4rem 0 }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px }
 table { border-collapse: collapse; width: 100%; font-size: .93rem }
 th, td { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
-th { color: var(--dim); font-weight: 500 }
+th { color: var(--dim); font-weight: 500 } table.stack td:first-child { overflow-wrap: normal; min-width: 6rem }
 @media (max-width: 40rem) {
   table.stack thead { display: none }
   table.stack tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line) }
@@ -68,7 +69,7 @@ def page(audit: Audit) -> str:
 
 
 def _levers(audit: Audit) -> str:
-    cells = [(lever.name, f"x {lever.gain:.2f}", lever.why, lever.how) for lever in audit.levers]
+    cells = [(lever.name.replace("_", " "), f"x {lever.gain:.2f}", lever.why, lever.how) for lever in audit.levers]
     if not cells:
         return ""
     return _section("What to change next", _table(("lever", "at most", "why", "how"), cells), wide=True)
@@ -133,7 +134,7 @@ def _idle(audit: Audit) -> str:
     found = "".join(
         _idle_of(audit.run, role, stage) for role, stage in STAGES.items() if role in ("producer", "trainer")
     )
-    return _section("Idle by reason over time", found, wide=True) if found else ""
+    return _section("Idle by reason over time", f"<div class='pair'>{found}</div>", wide=True) if found else ""
 
 
 def _idle_of(run: Run, role: str, stage: str) -> str:

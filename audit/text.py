@@ -66,8 +66,8 @@ def splits(split: Split, trainers: int) -> Table:
             f"{choice.producer_idle:.0%}",
         )
     table.caption = (
-        f"for {trainers} trainer device{'s' * (trainers != 1)}; {split.recommended.producers} gives "
-        f"{split.gain:.2f} times the samples per second of {split.now.producers}"
+        f"for {trainers} trainer device{'s' * (trainers != 1)}, if nothing but devices is in the way: "
+        f"{split.recommended.producers} would make {split.gain:.2f} times the samples/s of {split.now.producers}"
     )
     table.caption_justify = "left"
     return table

@@ -47,16 +47,18 @@ def bottleneck_of(
     total = sum(spent.values())
     if not total or not run.steps:
         return Bottleneck("unknown", "no step was made, so that nothing can be said of what holds it up", ())
-    top = max(spent, key=lambda kind: spent[kind])
     evidence = (_composition(spent, total), *_idle_sentences(figures))
     training = rates.trainer_s / rates.period_s
     generation = rates.generation_s / rates.producers / rates.period_s if rates.producers else 0.0
+    if training >= SATURATED:
+        # However much stands on the path beside it: nothing else could make it much faster.
+        if rates.checkpoint_s > rates.training_s:
+            return _outside("checkpoint", figures, rates, evidence, rates.checkpoint_s / rates.period_s)
+        return _trainer_bound(rates, split, evidence, training)
+    top = max(spent, key=lambda kind: spent[kind])
     if top in ("scoring", "weight_sync", "checkpoint"):
         return _outside(top, figures, rates, evidence, spent[top] / total)
-    slow = straggler(rates)
-    if training >= SATURATED:
-        return _trainer_bound(rates, split, evidence, training)
-    if slow:
+    if slow := straggler(rates):
         return _slow_producer(slow, rates, path, evidence)
     if generation >= SATURATED:
         return _few(rates, split, evidence, generation)

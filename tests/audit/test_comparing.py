@@ -1,0 +1,63 @@
+"""Two runs beside each other: whether a change helped, and when that cannot be told."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from audit.analysis import Audit, analyse
+from audit.compare import compare, shown
+from tests.audit.simulated import simulated
+
+
+def audit(**plan: object) -> Audit:
+    return analyse(simulated(**plan))
+
+
+def test_a_faster_reward_helps() -> None:
+    found = compare(audit(score_s=0.6, scorers=1), audit(score_s=0.1, scorers=1))
+    assert found.verdict == "helped"
+    assert found.gain > 2
+
+
+def test_a_larger_bound_buys_throughput_with_staleness() -> None:
+    found = compare(audit(max_lag=0), audit(max_lag=4))
+    assert found.verdict == "bought_with_staleness"
+    assert found.gain > 1.5
+    assert compare(audit(max_lag=4), audit(max_lag=0)).verdict == "fresher_but_slower"
+
+
+def test_devices_that_only_wait_hurt() -> None:
+    assert compare(audit(train_s=1.0), audit(train_s=1.0, decode_s=[0.5] * 4)).verdict == "hurt"
+
+
+def test_the_same_is_no_difference() -> None:
+    found = compare(audit(), audit())
+    assert (found.verdict, found.gain) == ("no_difference", 1.0)
+
+
+def test_two_steps_are_too_few_to_tell() -> None:
+    found = compare(audit(steps=2, score_s=0.6, scorers=1), audit(steps=2))
+    assert found.verdict == "no_difference"
+
+
+def test_the_four_figures_are_shown() -> None:
+    out = io.StringIO()
+    Console(file=out, width=140).print(shown(compare(audit(max_lag=0), audit(max_lag=4))))
+    said = out.getvalue()
+    assert said.startswith("the change bought throughput with staleness")
+    for figure in (
+        "samples per device-hour", "idle-wait, generation", "idle-wait, training", "weight-sync latency", "mean lag",
+    ):  # fmt: skip
+        assert figure in said
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_a_run_without_steps_is_said_to_have_none(steps: int) -> None:
+    run = simulated(steps=2)
+    from dataclasses import replace
+
+    found = analyse(replace(run, steps=run.steps[:steps]))
+    assert found.bottleneck.name == "unknown" if not steps else found.bottleneck.name

@@ -1,0 +1,112 @@
+"""What the audit says of runs whose bottleneck is known, and that its sums are sums."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from audit.analysis import Audit, analyse, as_json
+from audit.figures import idle_wait
+from audit.levers import LEVER_OF
+from audit.path import critical_path
+from tests.audit.simulated import simulated
+
+PLANTED: dict[str, dict[str, object]] = {
+    "reward": {"score_s": 0.6, "scorers": 1, "train_s": 0.3, "decode_s": [0.4]},
+    "straggler": {"decode_s": [0.4, 4.0], "train_s": 0.3, "max_lag": 1},
+    "weight_sync": {"transfer_s": 1.5, "train_s": 0.2, "decode_s": [0.3], "max_lag": 1},
+    "too_few_producers": {"decode_s": [1.0], "room": 1},
+    "too_many_producers": {"decode_s": [0.4] * 4, "train_s": 1.0},
+    "checkpoint": {"checkpoint_s": 1.5, "train_s": 0.3, "decode_s": [0.4]},
+    "staleness_bound": {"max_lag": 0},
+    "trainer": {"decode_s": [0.5], "train_s": 0.5},
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_the_bottleneck_is_named(planted: str) -> None:
+    found = analyse(simulated(**PLANTED[planted]))
+    assert found.bottleneck.name == planted
+    assert found.bottleneck.evidence
+    assert found.levers[0].name == LEVER_OF[planted]
+
+
+plans = st.fixed_dictionaries(
+    {
+        "steps": st.integers(2, 12),
+        "max_lag": st.integers(0, 4),
+        "decode_s": st.lists(st.floats(0.05, 2.0), min_size=1, max_size=3),
+        "room": st.integers(1, 4),
+        "train_s": st.floats(0.05, 1.0),
+        "checkpoint_s": st.floats(0.0, 0.5),
+        "score_s": st.floats(0.0, 0.5),
+        "scorers": st.integers(1, 3),
+        "transfer_s": st.floats(0.0, 1.0),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(plans)
+def test_each_second_stands_on_the_path_once(plan: dict[str, object]) -> None:
+    run = simulated(**plan)
+    begin, end = run.window
+    path = critical_path(run)
+    assert path[0].begin == pytest.approx(begin, abs=1e-4)
+    assert path[-1].end == pytest.approx(end, abs=1e-4)
+    assert sum(segment.seconds for segment in path) == pytest.approx(end - begin, abs=1e-3)
+    assert all(before.end == pytest.approx(after.begin, abs=1e-4) for before, after in pairwise(path))
+
+
+@settings(max_examples=60)
+@given(plans)
+def test_figures_are_shares_and_sums(plan: dict[str, object]) -> None:
+    found = analyse(simulated(**plan))
+    figures = found.figures
+    lanes = [lane for lane in found.run.lanes if lane.is_device]
+    seconds = sum(sum(lane.seconds().values()) for lane in lanes)
+    assert figures.device_hours == pytest.approx(seconds / 3600)
+    assert all(0 <= share <= 1 for share in figures.idle_wait.values())
+    for stage, share in figures.idle_wait.items():
+        assert sum(figures.idle_by_reason.get(stage, {}).values()) == pytest.approx(share)
+    assert sum(figures.lag.values()) == sum(len(step.tasks) for step in found.run.steps)
+    assert all(lever.gain > 0 for lever in found.levers)
+    assert as_json(found)["bottleneck"]["name"] == found.bottleneck.name
+
+
+def shape(found: Audit) -> tuple[int, int]:
+    assert found.split is not None
+    return found.split.now.producers, found.split.recommended.producers
+
+
+def test_the_split_is_that_of_the_measured_rates() -> None:
+    # A producer makes a group a second, the trainer eats eight.
+    assert shape(analyse(simulated(decode_s=[1.0], room=1, train_s=0.5))) == (1, 9)
+    # A producer makes ten, of which the trainer eats four: though all four look busy, one is enough.
+    assert shape(analyse(simulated(decode_s=[0.4] * 4, train_s=1.0))) == (4, 1)
+
+
+def test_the_recommended_split_works() -> None:
+    """Whether a run of that many producers waits no more is asked of the simulation itself."""
+    few = analyse(simulated(decode_s=[1.0], room=2, train_s=0.5))
+    _, wanted = shape(few)
+    then = analyse(simulated(decode_s=[1.0] * wanted, room=2, train_s=0.5))
+    assert few.figures.idle_wait["training"] > 0.5
+    assert then.figures.idle_wait["training"] < 0.05
+    fewer = analyse(simulated(decode_s=[1.0] * (wanted - 1), room=2, train_s=0.5))
+    assert fewer.figures.consumed_per_device_hour > 0
+
+
+def test_what_overlapping_could_save_is_what_a_larger_lag_saves() -> None:
+    serial, overlapped = (simulated(max_lag=lag) for lag in (0, 4))
+    begin, end = serial.window
+    faster = overlapped.window[1] - overlapped.window[0]
+    assert analyse(serial).overlap_s == pytest.approx(end - begin - faster, rel=0.1)
+
+
+def test_idle_of_nothing_is_nothing() -> None:
+    assert idle_wait({}) == 0.0
+    assert idle_wait({"wait_groups": 3.0, "decode": 1.0}) == 0.75
