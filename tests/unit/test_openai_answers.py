@@ -40,6 +40,12 @@ def test_ids_log_probs_and_the_end_come_from_the_answer() -> None:
     assert got.meta_info.weight_versions is None
 
 
+def test_a_log_prob_that_json_has_no_number_for_is_none() -> None:
+    got = answer(token_ids=[3, 5], logprobs=logprobs("token_id:3", "token_id:5", values=(None, -9999.0)))
+    assert got.meta_info.output_token_logprobs == [(None, 3, None), (None, 5, None)]
+    assert got.meta_info.output_token_sampling_logprobs == [None, None]
+
+
 def test_ids_may_be_only_the_names_of_the_tokens_or_only_ids() -> None:
     assert answer(logprobs=logprobs("token_id:3", "token_id:5")).output_ids == [3, 5]
     assert answer(token_ids=[3, 5], logprobs=logprobs(" a", "b")).output_ids == [3, 5]

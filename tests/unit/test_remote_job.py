@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,7 @@ async def test_a_stop_string_over_two_requests_ends_the_job_where_it_is_complete
         (got([5, 6], Finish("length"), output_token_logprobs=[(-1.0, 5, None)]), "2 tokens and log-probs of 1 others"),
         (got([5], Finish("length"), output_token_logprobs=[(-1.0, 7, None)]), "1 tokens and log-probs of 1 others"),
         (got([5], Finish("length"), output_token_logprobs=[(None, 5, None)]), "a log-prob that is no number"),
+        (got([5] * 11, Finish("length")), "has 11 tokens, where 10 were asked for"),
         (got([5], None), "says not why it ended"),
         (got([5], Finish("stop", matched="NaN happened")), "not a number"),
     ],
@@ -164,5 +166,8 @@ async def test_an_answer_that_does_not_add_up_is_the_servers_fault(answer: Gener
 
 async def test_log_probs_after_top_k_must_be_there() -> None:
     job = await job_of(top_k=3)
+    for told in (None, math.inf, -math.inf, math.nan):
+        with pytest.raises(ServerBroken, match="a log-prob that is no number"):
+            job.add(got([5], Finish("length"), output_token_sampling_logprobs=[told]), OURS, "keep", FIRST)
     with pytest.raises(ServerBroken, match="return_sampling_mask"):
         job.add(got([5], Finish("length")), OURS, "keep", FIRST)

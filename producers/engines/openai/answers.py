@@ -113,6 +113,6 @@ def generated(answer: Completed) -> Generated:
         cached_tokens=usage.cached,
         output_token_logprobs=[(logprob, token, None) for logprob, token in zip(known, ids, strict=True)],
         # Whether they are those of the distribution that was sampled from was asked at start.
-        output_token_sampling_logprobs=[LOWEST if logprob is None else logprob for logprob in known],
+        output_token_sampling_logprobs=known,
     )
     return Generated(ids, meta)

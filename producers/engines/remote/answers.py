@@ -36,7 +36,7 @@ class Meta(msgspec.Struct, frozen=True):
     num_retractions: int = 0
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     """Under the model's distribution at the temperature, before top-k and top-p."""
-    output_token_sampling_logprobs: list[float] | None = None
+    output_token_sampling_logprobs: list[float | None] | None = None
     """Under the distribution that was sampled from; only where it was asked for."""
 
 

@@ -8,6 +8,7 @@ are carried as the ids that the server sampled.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,22 +118,27 @@ class Job:
             raise ServerBroken(f"the answer to {self.request.request_id} says not why it ended")
         if meta.finish_reason.matched == NOT_A_NUMBER:
             raise ServerBroken("its model gives no probabilities (not a number)")
+        if count > (most := self.limit - len(self.tokens)):
+            raise ServerBroken(
+                f"the answer to {self.request.request_id} has {count} tokens, where {most} were asked for"
+            )
         plain = meta.output_token_logprobs or []
         if [token for _, token, _ in plain] != got.output_ids:
             raise ServerBroken(
                 f"the answer to {self.request.request_id} has {count} tokens and log-probs of {len(plain)} others"
             )
+        told = [logprob for logprob, _, _ in plain]
         if self.filtered:
-            chosen = meta.output_token_sampling_logprobs or []
-            if len(chosen) != count:
+            told = meta.output_token_sampling_logprobs or []
+            if len(told) != count:
                 raise ServerBroken(
                     f"the answer to {self.request.request_id} lacks the log-probs after top-k and top-p "
                     "(return_sampling_mask)"
                 )
-            return chosen
-        if any(logprob is None for logprob, _, _ in plain):
+        known = [logprob for logprob in told if logprob is not None and math.isfinite(logprob)]
+        if len(known) < count:
             raise ServerBroken(f"the answer to {self.request.request_id} has a log-prob that is no number")
-        return [logprob for logprob, _, _ in plain if logprob is not None]
+        return known
 
     def _at_stop_token(self) -> bool:
         return bool(self.tokens) and self.tokens[-1] in self.request.sampling.stop_token_ids
