@@ -152,7 +152,7 @@ async def test_a_stop_string_over_two_requests_ends_the_job_where_it_is_complete
         (got([5, 6], Finish("length"), output_token_logprobs=[(-1.0, 5, None)]), "2 tokens and log-probs of 1 others"),
         (got([5], Finish("length"), output_token_logprobs=[(-1.0, 7, None)]), "1 tokens and log-probs of 1 others"),
         (got([5], Finish("length"), output_token_logprobs=[(None, 5, None)]), "a log-prob that is no number"),
-        (got([5] * 11, Finish("length")), "has 11 tokens, where 10 were asked for"),
+        (got([5] * 11, Finish("length")), "has 11 tokens, where 10 were to come"),
         (got([5], None), "says not why it ended"),
         (got([5], Finish("stop", matched="NaN happened")), "not a number"),
     ],
