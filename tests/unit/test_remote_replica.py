@@ -31,6 +31,11 @@ class Scripted(Replica):
         self.fault: Exception | None = None
         self.dead = self.buggy = False
         self.brought: list[tuple[PolicyVersion, bool]] = []
+        self.loading, self.looking = asyncio.Event(), asyncio.Event()
+        """While one is not set, an update or a look goes on."""
+        self.loading.set()
+        self.looking.set()
+        self.looks = 0
 
     async def ask(self, job: Job, rid: str, label: str) -> Generated:
         raise NotImplementedError
@@ -43,13 +48,15 @@ class Scripted(Replica):
 
     async def _bring(self, offer: Offer, *, reload: bool) -> float:
         self.brought.append((offer.version, reload))
-        await asyncio.sleep(0)
+        await self.loading.wait()
         if self.fault is not None:
             raise self.fault
         self.version = offer.version
         return 1.0
 
     async def _look(self) -> None:
+        self.looks += 1
+        await self.looking.wait()
         if self.buggy:
             raise KeyError("a bug")
         if self.dead:
@@ -122,6 +129,27 @@ async def test_one_that_refuses_again_and_again_is_not_left_behind_for_ever() ->
     assert states == ["serving", "broken"]
     await asyncio.wait_for(keeper, 60)
     assert (made.state, made.why) == ("lost", "it failed 2 times in a row, the last time so: it refuses")
+
+
+async def test_a_server_that_loads_need_not_answer_anything_else(serving: Scripted) -> None:
+    before = serving.looks
+    serving.looking.clear()
+    await wait_until(lambda: serving.looks > before, "it is looked at")
+    serving.loading.clear()
+    update = asyncio.create_task(serving.offer(SECOND))
+    await wait_until(lambda: serving.state == "updating", "it loads")
+    serving.dead = True
+    serving.looking.set()
+    before = serving.looks
+    serving.failed(ServerGone("a request"))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert serving.looks == before
+    serving.dead = False
+    serving.loading.set()
+    assert await update == 1.0
+    await wait_until(lambda: serving.takes, "it was looked at, and serves")
+    assert serving.version == SECOND.version
 
 
 @pytest.mark.parametrize("mending", [False, True])

@@ -119,9 +119,7 @@ class Job:
         if meta.finish_reason.matched == NOT_A_NUMBER:
             raise ServerBroken("its model gives no probabilities (not a number)")
         if count > (most := self.limit - len(self.tokens)):
-            raise ServerBroken(
-                f"the answer to {self.request.request_id} has {count} tokens, where {most} were asked for"
-            )
+            raise ServerBroken(f"the answer to {self.request.request_id} has {count} tokens, where {most} were to come")
         plain = meta.output_token_logprobs or []
         if [token for _, token, _ in plain] != got.output_ids:
             raise ServerBroken(

@@ -1,8 +1,8 @@
 """One server and what is known of it: whether it works, which version it is on, what is open there.
 
 Wait graph of `keep`, one loop per server: it waits for the server to answer (bounded by `start_s` or `outage_s`), for
-the first version (woken by `offer`), for the update (bounded by its own deadline), then for time (`poll_s`) or a doubt
-(woken by a request that failed). Requests wait for their answers or for `life`, which ends when the server is found not
+the first version (woken by `offer`), for time (`poll_s`) or a doubt (woken by a request that failed), and for an update
+(bounded by its own deadline). Requests wait for their answers or for `life`, which ends when the server is found not
 to work: then they go elsewhere. Nobody else waits for `keep`.
 
     starting ──> empty ──> serving <──> updating      back also where an update failed before it touched anything
@@ -27,7 +27,7 @@ from typing import Literal
 from headrace.errors import EngineError, HeadraceError
 from headrace.version import PolicyVersion
 from producers.engines.remote.answers import Generated
-from producers.engines.remote.http import ServerBroken
+from producers.engines.remote.http import ServerBroken, ServerGone
 from producers.engines.remote.job import Job
 from producers.engines.remote.options import ServerOptions
 from producers.engines.remote.spans import Labels
@@ -90,7 +90,7 @@ class Replica(abc.ABC):
         self._offered = asyncio.Event()
         self._weights = asyncio.Lock()
         self._doubt = asyncio.Event()
-        self._doubts = self._failures = self._refusals = 0
+        self._doubts = self._failures = self._refusals = self._updates = 0
 
     @property
     def takes(self) -> bool:
@@ -113,12 +113,13 @@ class Replica(abc.ABC):
         """
         self._offer = offer
         self._offered.set()
+        if self._refusals and self.state == "serving":
+            await asyncio.sleep(backoff_s(self._refusals))
         async with self._weights:
-            if self._refusals and self.state == "serving":
-                await asyncio.sleep(backoff_s(self._refusals))
             if self.state != "serving" or self.version == offer.version:
                 return 0.0
             self._enter("updating")
+            self._updates += 1
             try:
                 seconds = await self._bring(offer, reload=False)
             except UpdateFailed as error:
@@ -221,13 +222,20 @@ class Replica(abc.ABC):
                 # Not asyncio.wait_for, which loses a cancellation that comes together with the event (Python 3.11).
                 async with asyncio.timeout(self._patience.poll_s):
                     await self._doubt.wait()
+            async with self._weights:
+                pass  # An update has a deadline of its own, and the server may answer nothing else meanwhile.
             if self._is("broken"):
                 raise ServerBroken(self.why)
             looks += 1
-            doubted = self._doubt.is_set()
-            await self._look()
-            if doubted or looks % LOOKS_PER_CHECK == 0:
-                await self._check()
+            doubted, updates = self._doubt.is_set(), self._updates
+            try:
+                await self._look()
+                if doubted or looks % LOOKS_PER_CHECK == 0:
+                    await self._check()
+            except ServerGone:
+                if self._updates == updates:
+                    raise
+                continue
             if doubted and not self._is("broken"):
                 self._doubt.clear()
                 self._changed()
