@@ -127,15 +127,16 @@ def rollouts(
     count: Annotated[int, typer.Option("-n", min=1, max=10_000, help="The newest so many.")] = 10,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones as they come.")] = False,
 ) -> None:
-    """Finished rollouts: prompt, completion, reward, lag."""
+    """Finished rollouts: prompt, completion, reward, lag; the newest 64 groups, also of a run that has ended."""
     from rich.console import Console
 
-    from deploy.connections import open_operator
+    from deploy.past import open_past
     from deploy.rollouts import stream
 
     async def read() -> None:
-        async with open_operator(run) as (_, operator):
-            await stream(operator, Console(soft_wrap=True, highlight=False), count=count, follow=follow)
+        async with open_past(run) as (_, operator, goes_on):
+            console = Console(soft_wrap=True, highlight=False)
+            await stream(operator, console, count=count, follow=follow and goes_on)
 
     _wait(read())
 
@@ -231,14 +232,14 @@ def delete_run(run_id: Annotated[str, typer.Argument(metavar="ID")]) -> None:
 
 @dead_app.command("list")
 def list_dead(run: RunOption = None, as_json: JsonOption = False) -> None:
-    """Dead letters, the oldest first."""
+    """Dead letters, the oldest first; also of a run that has ended."""
     from rich.console import Console
 
-    from deploy.connections import open_operator
     from deploy.dead import listed, table
+    from deploy.past import open_past
 
     async def ask() -> list[dict[str, Any]]:
-        async with open_operator(run) as (_, operator):
+        async with open_past(run) as (_, operator, _):
             return await listed(operator)
 
     found = _wait(ask())
@@ -260,13 +261,13 @@ def show_dead(
     from rich.console import Console
 
     from broker.api import DeadLetter
-    from deploy.connections import open_operator
     from deploy.dead import check_id, save, show
+    from deploy.past import open_past
 
     check_id(letter)
 
     async def ask() -> tuple[DeadLetter, int]:
-        async with open_operator(run) as (_, operator):
+        async with open_past(run) as (_, operator, _):
             return await operator.dead_letter(letter), await operator.now_ms()
 
     found, now_ms = _wait(ask())

@@ -3,19 +3,23 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from broker.api import Hello, RunRecord
 from broker.connect import connect_run, connect_runs
 from broker.messages import SCHEMA, Group, Task, Trajectory, VersionSpan
 from deploy.redis_server import RedisServer
+from deploy.run_folder import RunFolder
 from headrace.config import Config
+from headrace.files import write_json
 from headrace.version import PolicyVersion
 
 WORDS = {"what": 0, "is": 1, "two": 2, "four": 3}
@@ -118,6 +122,38 @@ def test_following_shows_what_comes(server: RedisServer, tmp_path: Path) -> None
     asyncio.run(end())
     assert process.communicate(timeout=60)[0] == ""
     assert process.returncode == 0
+
+
+def test_a_run_that_has_ended_is_read_from_what_its_redis_left(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "r")
+    folder.make()
+    server = RedisServer(folder.redis_folder, folder.log("redis"))
+    server.start()
+    asyncio.run(feed(server.url, folder.path))
+    write_json(folder.config_file, Config().model_dump(mode="json"))
+    server.kill()
+    for arguments in ((), ("--run", "r"), ("--follow",)):
+        done = headrace("", tmp_path, "rollouts", *arguments)
+        assert (done.stderr, done.returncode) == ("", 0)
+        assert done.stdout.splitlines()[:3] == [
+            "arithmetic/7  reward 1.00  lag 3  stop  p",
+            "  prompt      what is two",
+            "  completion  four",
+        ]
+    assert headrace("", tmp_path, "dead", "list").stdout == "no dead letters\n"
+    assert not folder.live
+    assert not [child for child in psutil.process_iter() if str(tmp_path) in " ".join(child.cmdline())]
+
+    shutil.rmtree(folder.redis_folder)
+    elsewhere = headrace("", tmp_path, "rollouts")
+    assert elsewhere.returncode == 2
+    assert elsewhere.stderr == (
+        "headrace: run r had no Redis of its own; set HEADRACE_REDIS_URL to the one that it was in\n"
+    )
+    folder.redis_folder.mkdir()
+    emptied = headrace("", tmp_path, "rollouts")
+    assert emptied.returncode == 2
+    assert emptied.stderr.startswith("headrace: run r has ended, and its rollouts are gone")
 
 
 def test_services_without_a_launcher_can_be_stopped_but_not_scaled(server: RedisServer, tmp_path: Path) -> None:
