@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from broker.connect import open_run
 from headrace.invocation import Invocation, run
@@ -22,19 +23,32 @@ async def start(service: Service, told: Invocation) -> None:
     _, config, port = await open_run(told.url, told.run_id)
 
     # These load torch, which a run that is not there need not wait for.
+    from consumers.external import external_lanes
     from consumers.loops import TrainerLoops
     from consumers.parts import build, take_run
     from consumers.progress import Progress
+    from headrace.telemetry.clock import process_began
     from headrace.telemetry.endpoint import Endpoint
     from headrace.telemetry.metrics import Metrics
-    from headrace.telemetry.phases import Lane
+    from headrace.telemetry.phases import Lane, Place
     from weightsync.arena import Arena
     from weightsync.publisher import Publisher
 
     taken = await take_run(port, told.resume)
-    lane, metrics = Lane("trainer", "load"), Metrics(told.run_id, told.name)
-    parts = await asyncio.to_thread(build, taken, lane)
-    lane.enter("other")
+    metrics = Metrics(told.run_id, told.name)
+    lane = Lane("trainer", "start", place=Place("device", config.model.device, 1))
+    lane.backdate(process_began())
+    labels = {environment.called for environment in config.environments}
+    folder = Path(taken.record.folder)
+    progress = Progress(folder, lane, metrics, taken.fence.incarnation, labels, external_lanes(config))
+    progress.record()
+    try:
+        parts = await asyncio.to_thread(build, taken, lane)
+        progress.begin(await asyncio.to_thread(parts.trainer.roofline))
+    except BaseException:
+        progress.close()
+        raise
+    lane.enter("bookkeeping")
     publisher = Publisher(
         port,
         taken.fence,
@@ -43,8 +57,6 @@ async def start(service: Service, told: Invocation) -> None:
         config.weights.max_live_versions,
         arena=Arena(run_folder=taken.record.folder),
     )
-    labels = {environment.called for environment in config.environments}
-    progress = Progress(parts.folder, lane, metrics, taken.fence.incarnation, labels)
     progress.bounds(config.staleness.max_lag, config.broker.retain_bytes)
     loops = TrainerLoops(service, port, parts, publisher, progress)
     endpoint = Endpoint(metrics, loops.health, told.metrics_token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from broker.api import Balance
 from broker.messages import Task
@@ -17,7 +17,17 @@ from headrace.config import Config
 class Admitter:
     """Admits tasks under the fence. The broker counts what is outstanding; here it is only compared with the bound."""
 
-    def __init__(self, claim: Claim, config: Config, window: Window, curriculum: Curriculum, seen: SeenTasks) -> None:
+    def __init__(
+        self,
+        claim: Claim,
+        config: Config,
+        window: Window,
+        curriculum: Curriculum,
+        seen: SeenTasks,
+        told: Callable[[list[Task]], None] = lambda tasks: None,
+    ) -> None:
+        """`told` is told of all tasks that were admitted."""
+        self._told = told
         self._claim = claim
         self._port = claim.port
         self._fence = claim.fence
@@ -51,7 +61,7 @@ class Admitter:
                 return 0
             if count:
                 prompts = [Prompt(books.cursor + offset) for offset in range(count)]
-                await self._port.admit(self._fence, await self._tasks(prompts), books.cursor + count)
+                await self._admit(await self._tasks(prompts), books.cursor + count)
                 books.cursor += count
             return count
 
@@ -67,7 +77,7 @@ class Admitter:
         prompts = [prompt.next for prompt in stale if prompt.again < self._config.staleness.requeue]
         prompts = [prompt for prompt in prompts if prompt.task_id not in self._seen]
         if prompts:
-            await self._port.admit(self._fence, await self._tasks(prompts))
+            await self._admit(await self._tasks(prompts))
         return len(prompts)
 
     async def evaluation(self, when: str, held_out: Source) -> list[Task]:
@@ -84,7 +94,7 @@ class Admitter:
 
     async def ask(self, tasks: list[Task]) -> None:
         """Admit the tasks of an evaluation; training tasks may follow."""
-        await self._port.admit(self._fence, tasks)
+        await self._admit(tasks)
         self.open_up()
 
     def open_up(self) -> None:
@@ -98,6 +108,10 @@ class Admitter:
         sheet = found[0] if found else Balance("train", 0, 0, {})
         self._books.lost = sheet.verdicts.get("lost", 0)
         return sheet
+
+    async def _admit(self, tasks: list[Task], cursor: int | None = None) -> None:
+        await self._port.admit(self._fence, tasks, cursor)
+        self._told(tasks)
 
     async def _tasks(self, prompts: list[Prompt]) -> list[Task]:
         deadline_ms = await self._deadline_ms()

@@ -33,6 +33,7 @@ from consumers.watch import Watch
 from consumers.worker import Worker
 from headrace.errors import CheckpointError, ServiceError
 from headrace.policy.loading import load_model
+from headrace.telemetry.clock import now
 from headrace.version import PolicyVersion
 from weightsync.transports.api import Unavailable
 
@@ -103,7 +104,7 @@ class Course:
             self.claim.books.took(batch)
             result = None
             if batch.restored is None:
-                result = await self._train(batch)
+                result = await self._train(batch, now())
             elif isinstance(content := found[batch.restored], Content):
                 await self._restore(content)
             self.progress.replayed(batch, result, await self.claim.port.peers())
@@ -171,12 +172,12 @@ class Course:
         return bool(self.rollbacks) or self.saver.due or (self.intake.missing == 0 and not self.saver.full)
 
     async def _step(self, batch: Batch) -> None:
-        port = self.claim.port
-        with self.parts.lane.during("batch"):
+        port, formed = self.claim.port, now()
+        with self.parts.lane.during("batch_assembly"):
             if self.progress.cold:
                 self.progress.warm(await port.peers())
             await port.append_step(self.claim.fence, batch.record)
-        result = await self._train(batch)
+        result = await self._train(batch, formed)
         await self.versions.publish(batch.version)
         with self.parts.lane.during("report"):
             self.progress.step(batch, result, await self._made(batch))
@@ -191,9 +192,11 @@ class Course:
         self.watch.note(peers)
         return peers
 
-    async def _train(self, batch: Batch) -> StepResult:
+    async def _train(self, batch: Batch, formed: float) -> StepResult:
         groups = [delivery.group for delivery in batch.deliveries]
-        return await self.worker(lambda: self.parts.trainer.train(groups, batch.version.step - 1))
+        result = await self.worker(lambda: self.parts.trainer.train(groups, batch.version.step - 1))
+        self.progress.trained(batch, result, formed)
+        return result
 
     # -- rollback
 
@@ -207,7 +210,7 @@ class Course:
         if self.saver.again_s is not None:
             self.rollbacks.refuse(asked, "the checkpoint that it needs cannot be written now (see `headrace status`)")
             return
-        with lane.during("rollback"):
+        with lane.during("restore"):
             content = await self.contents.read(asked.version)
             if isinstance(content, Unavailable):
                 self.rollbacks.refuse(asked, content.reason)

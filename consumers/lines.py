@@ -25,7 +25,8 @@ class Lines:
     def __init__(self, file: Path, incarnation: int) -> None:
         """Raises ServiceError when the folder cannot be written."""
         _take_over(file, incarnation)
-        self._journal = Journal(file)
+        self.journal = self._journal = Journal(file)
+        """For lines that somebody else keeps while there is no room for them."""
         self.last = self._journal.last
         """The last line that was there, as an object; empty when there was none."""
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()

@@ -47,6 +47,7 @@ from consumers.watch import Watch
 from consumers.worker import Worker
 from headrace.hosts import host_name
 from headrace.service import Service
+from headrace.telemetry import clock
 from weightsync.publisher import Publisher
 
 NAME = "trainer"
@@ -70,7 +71,9 @@ class TrainerLoops:
         self._troubles = troubles = Troubles()
         self._worker = worker = Worker("trainer")
         self._watch = watch = Watch(claim, parts.config, progress, troubles)
-        self._admitter = admitter = Admitter(claim, parts.config, parts.window, parts.curriculum, parts.seen)
+        self._admitter = admitter = Admitter(
+            claim, parts.config, parts.window, parts.curriculum, parts.seen, progress.admitted
+        )
         self._intake = intake = Intake(claim, admitter, progress, parts.seen, parts.window.slots)
         self._rollbacks = rollbacks = Rollbacks(intake.arrived.set)
         self._course = Course(
@@ -150,6 +153,7 @@ class TrainerLoops:
             overdue = await self._watch.look(leaving=self._leaving)
             peer = Peer(NAME, "trainer", host_name(), os.getpid(), True, self._state())
             await self._port.heartbeat(peer, LEASE_S)
+            self._progress.note("clock", **await clock.offset(self._port.now_ms))
             self._contact = time.monotonic()
             await self._intake.give_up(overdue)
             self._look_at_lines()

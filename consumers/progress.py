@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from broker.api import Balance, Peer, QueueDepths
-from broker.messages import Group, StepEntry
+from broker.messages import Group, StepEntry, Task
 from consumers.batch import Batch
 from consumers.evaluation import Result, paired
 from consumers.lag import histogram
 from consumers.lines import Lines
 from consumers.tally import Tally
 from consumers.trainer import StepResult
+from headrace.telemetry.arithmetic import Roofline
+from headrace.telemetry.clock import now
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane, idle_fraction
+from headrace.telemetry.recorder import Recorder
 
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+LANE_FIELDS = ("lane", "kind", "device", "devices", "estimated", "begin", "sums")
+"""Of a lane in a heartbeat."""
 
 Phases = dict[str, float]
 """Phase to seconds."""
@@ -30,9 +35,19 @@ class Progress:
     """Lane, metrics and journals of the trainer."""
 
     def __init__(
-        self, folder: Path, lane: Lane, metrics: Metrics, incarnation: int, environments: Collection[str]
+        self,
+        folder: Path,
+        lane: Lane,
+        metrics: Metrics,
+        incarnation: int,
+        environments: Collection[str],
+        external: Iterable[Lane] = (),
     ) -> None:
-        """Takes the journals over from earlier trainers. Raises ServiceError when the folder cannot be written."""
+        """Takes the journals over from earlier trainers. `external`: lanes of what the run holds.
+
+        Raises ServiceError when the folder cannot be written.
+        """
+        external = tuple(external)
         self._steps = Lines(folder / "steps.jsonl", incarnation)
         self._events = Lines(folder / "trainer.jsonl", incarnation)
         self.newest = int(self._steps.last.get("step", 0))
@@ -49,12 +64,29 @@ class Progress:
         self._standing: dict[str, Any] = {}
         self.figures: dict[str, Any] = {"idle": 0.0, "tokens_per_s": 0.0}
         """Of the last step, for the heartbeat."""
-        metrics.watch(lane)
+        self._recorder = Recorder(self._events.journal.write, (lane, *external))
+        self._elsewhere: dict[tuple[str, int, str], Any] = {}
+        """What was written last of lanes on hosts that do not have the run's folder."""
+        metrics.watch(lane, *external)
+
+    def record(self) -> None:
+        """Write from now on what the lanes do."""
+        self._recorder.start()
+
+    def begin(self, roofline: Roofline) -> None:
+        """All is loaded: wall time and the time of the first step count from here. `roofline`: the lane's device's."""
+        self._started = self._at = time.perf_counter()
+        self._seconds = self._lane.seconds()
+        self._recorder.add(self._lane, roofline)
 
     def event(self, event: str, **fields: Any) -> None:
         """One line in the trainer's journal, and a counter of its kind."""
-        self._events.write(event, **fields)
+        self.note(event, **fields)
         self._metrics.count("trainer_events", help="Events by kind", kind=event)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """One line in the trainer's journal, of what happens all the time."""
+        self._events.write(event, **fields)
 
     @property
     def trouble(self) -> str:
@@ -69,7 +101,36 @@ class Progress:
     def dropped(self, group: Group, entry: StepEntry) -> None:
         """A group that no step will use."""
         self._tally.count(group, entry.verdict)
-        self.event(entry.verdict, task=entry.task_id, reason=entry.reason)
+        self.event(entry.verdict, task=entry.task_id, reason=entry.reason, samples=len(group.trajectories))
+
+    def admitted(self, tasks: Iterable[Task]) -> None:
+        """Tasks that producers may take from now on."""
+        steps: dict[int, list[str]] = {}
+        for task in tasks:
+            steps.setdefault(task.admitted_step, []).append(task.task_id)
+        for step, names in steps.items():
+            self.note("admitted", at=now(), step=step, tasks=names)
+
+    def trained(self, batch: Batch, result: StepResult, formed: float) -> None:
+        """A batch that was formed at a time (seconds since the epoch) is trained on now, and not yet published."""
+        self.note(
+            "trained",
+            step=batch.version.step,
+            version=str(batch.version),
+            tasks=[delivery.group.task_id for delivery in batch.deliveries],
+            samples=result.rollouts,
+            begin=formed,
+            end=now(),
+        )
+
+    def elsewhere(self, peers: Iterable[Peer]) -> None:
+        """Write what services say of their lanes that cannot write it themselves."""
+        for peer in peers:
+            for lane in lanes_of(peer):
+                key = peer.name, peer.pid, str(lane["lane"])
+                if self._elsewhere.get(key) != lane["sums"]:
+                    self._elsewhere[key] = lane["sums"]
+                    self.note("spans", service=peer.name, host=peer.host, pid=peer.pid, cumulative=True, **lane)
 
     def standing(self, retained_bytes: int, mended: int, lost: int, peers: Iterable[Peer]) -> None:
         """What the run holds and misses now, for the metrics and the next line."""
@@ -119,9 +180,9 @@ class Progress:
         """One line and the metrics of a step that was made and published."""
         for delivery in batch.deliveries:
             self._tally.count(delivery.group, "trained")
-        now, seconds = time.perf_counter(), self._lane.seconds()
-        wall, idle = now - self._at, idle_fraction(seconds, self._seconds)
-        self._at, self._seconds = now, seconds
+        moment, seconds = time.perf_counter(), self._lane.seconds()
+        wall, idle = moment - self._at, idle_fraction(seconds, self._seconds)
+        self._at, self._seconds = moment, seconds
         self.newest = batch.version.step
         self._last = seconds, producer_phases(peers)
         producers = [peer.state for peer in peers if peer.role == "producer" and peer.alive]
@@ -161,8 +222,8 @@ class Progress:
 
     def restored(self, batch: Batch) -> None:
         """One line of a step that was a rollback: it has no figures."""
-        now, seconds = time.perf_counter(), self._lane.seconds()
-        wall, self._at, self._seconds = now - self._at, now, seconds
+        moment, seconds = time.perf_counter(), self._lane.seconds()
+        wall, self._at, self._seconds = moment - self._at, moment, seconds
         self.newest = batch.version.step
         self._steps.write(
             "step",
@@ -227,6 +288,7 @@ class Progress:
         }
 
     def close(self) -> None:
+        self._recorder.close()
         self._steps.close()
         self._events.close()
 
@@ -262,6 +324,19 @@ class Progress:
         metrics.observe("trainer_step_seconds", wall, buckets=SECONDS, help="Seconds from one step to the next")
         for lag in batch.lags:
             metrics.observe("trainer_lag", lag, buckets=LAGS, help="Lag of consumed groups, in steps")
+
+
+def lanes_of(peer: Peer) -> list[dict[str, Any]]:
+    """What a heartbeat says of the lanes of a service; what is none is left out."""
+    said = peer.state.get("lanes")
+    return [
+        {name: lane[name] for name in LANE_FIELDS if name in lane}
+        for lane in (said if isinstance(said, list) else ())
+        if isinstance(lane, Mapping)
+        and isinstance(lane.get("lane"), str)
+        and isinstance(lane.get("begin"), float | int)
+        and isinstance(lane.get("sums"), Mapping)
+    ]
 
 
 def producer_phases(peers: Iterable[Peer]) -> dict[str, Phases]:

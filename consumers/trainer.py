@@ -16,8 +16,10 @@ from consumers.losses import Denominators, LossSettings, LossTokens, loss
 from consumers.packing import Row, Sample, pack
 from headrace.config import Config, TrainerConfig
 from headrace.policy.dtype import compute_dtype
+from headrace.policy.intensity import measured, observe, shape_of
 from headrace.policy.logprobs import packed_logprobs
 from headrace.policy.packed_attention import use_packed_attention
+from headrace.telemetry.arithmetic import Roofline, block_contexts
 from headrace.telemetry.phases import Lane
 
 PROBE_ROWS = 512
@@ -68,7 +70,10 @@ class Trainer:
         self._lane = lane
         self._model = model
         self._device = next(model.parameters()).device
+        self._shape = shape_of(model)
         use_packed_attention(model)
+        lane.place.device = str(self._device)
+        observe(lane, str(self._device))
         self.autocast = autocast(config.trainer, model, str(self._device))
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -82,6 +87,10 @@ class Trainer:
         """Name to float32 master weight, tied ones once; the tensors themselves, which a step changes in place."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
+    def roofline(self) -> Roofline:
+        """What the device reaches in the type that products are computed in; measured now, or before."""
+        return measured(str(self._device), "bfloat16" if self.autocast else "float32")
+
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take these weights, by the names of `parameters`, and forget the optimizer's moments: they are of others."""
         with torch.no_grad():
@@ -94,10 +103,12 @@ class Trainer:
 
         A step whose loss or gradient is not finite changes nothing, and says so in `skipped`.
         """
-        samples = [self._samples(group) for group in groups]
-        everything = [sample for group in samples for sample in group]
-        trained = [[sample for sample in group if sample.advantage != 0.0] for group in samples]
-        rows = pack(trained, self._config.token_budget)
+        self._lane.bind()
+        with self._lane.during("batch_assembly"):
+            samples = [self._samples(group) for group in groups]
+            everything = [sample for group in samples for sample in group]
+            trained = [[sample for sample in group if sample.advantage != 0.0] for group in samples]
+            rows = pack(trained, self._config.token_budget)
         denominators = Denominators(
             rollouts=sum(bool(sample.trajectory.loss_mask_T.any()) for sample in everything),
             tokens=sum(int(sample.trajectory.loss_mask_T.sum()) for sample in everything),
@@ -114,6 +125,7 @@ class Trainer:
         if rows:
             with self._lane.during("optimizer"):
                 grad_norm, skipped = self._move(total, step)
+            self._lane.did("optimizer", self._shape.adam_flop(), self._shape.adam_bytes())
         trained_tokens = max(1, sum(row.targets_N.size for row in rows))
         rewards = [sample.trajectory.reward for sample in everything]
         said = [sample.trajectory.correct for sample in everything if sample.trajectory.correct is not None]
@@ -160,6 +172,9 @@ class Trainer:
         )
         value = self._loss(tokens, denominators, self._settings)
         value.backward()  # type: ignore[no-untyped-call]
+        contexts = sum(block_contexts(block.prefix, block.suffixes) for block in row.blocks)
+        flop = self._shape.train_flop(row.token_ids_T.size, contexts, row.targets_N.size)
+        self._lane.did("forward_backward", flop, self._shape.train_bytes(2 if self.autocast else 4))
         difference_N = logprobs_N.detach() - tokens.behaviour_N
         ratio_N = difference_N.exp()
         clipped = (ratio_N < 1 - self._settings.clip_low) | (ratio_N > 1 + self._settings.clip_high)

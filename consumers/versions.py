@@ -5,6 +5,7 @@ from __future__ import annotations
 from consumers.claim import Claim
 from consumers.parts import Parts
 from consumers.progress import Progress
+from headrace.telemetry.clock import now
 from headrace.version import PolicyVersion
 from weightsync.publisher import Publisher
 
@@ -25,8 +26,11 @@ class Versions:
     async def publish(self, version: PolicyVersion) -> None:
         """Raises WeightError, Fenced, BrokerUnavailable."""
         mended = self._port.mended
-        with self._parts.lane.during("publish"):
+        begin = now()
+        with self._parts.lane.during("weight_publish"):
             done = await self._publisher.publish(version, self._parts.trainer.parameters())
+        nbytes = self._parts.layout.nbytes
+        self._progress.note("publish", version=str(version), begin=begin, end=now(), nbytes=nbytes, published=done)
         self.unpublished = None if done else version
         if done:
             self._announced = mended

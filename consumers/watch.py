@@ -47,6 +47,7 @@ class Watch:
         if not leaving:
             self._muster_producers(peers)
         self.note(peers)
+        self._progress.elsewhere(peers)
         self._progress.broker(await self._port.balance(), await self._port.depths(), *await self._port.memory())
         now = time.monotonic()
         alive = any(peer.alive for peer in peers if peer.role == "producer")

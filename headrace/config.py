@@ -102,6 +102,8 @@ class RewardConfig(Section):
     """Rollouts of one request to a service at most."""
     requests: int = Field(2, ge=1, le=256)
     """Requests to a service at once; meanwhile, others gather for the next."""
+    devices: int = Field(0, ge=0, le=1 << 20)
+    """Devices that a service holds for this run, which nobody else would count in its device-hours."""
     token_env: str = Field("", max_length=LONGEST_NAME)
     """Environment variable of the producer with the bearer token of a service."""
 
@@ -115,6 +117,8 @@ class RewardConfig(Section):
             raise ValueError(f"group = true is for functions, and {self.name!r} is none; leave it out")
         if self.is_service:
             _check_service(self.name)
+        elif self.devices:
+            raise ValueError(f"devices = {self.devices} is for services, and {self.name!r} is none; leave it out")
         if self.format == "sglang" and "{completion}" not in self.template:
             raise ValueError(f"template = {self.template!r} has no place for {{completion}}, which is what is scored")
         return self

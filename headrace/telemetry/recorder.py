@@ -86,12 +86,11 @@ class Recorder:
                 del self._intensities[lane]
 
     def close(self) -> None:
-        """Write all lanes to their end. Idempotent."""
-        if self._closing.is_set():
+        """Write all lanes to their end, where it was started. Idempotent."""
+        if self._closing.is_set() or not self._thread.is_alive():
             return
         self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         for lane in tuple(self._lanes):
             self.remove(lane)
         self._nvml.close()
