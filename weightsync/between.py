@@ -9,6 +9,7 @@ from typing import Any
 from broker.api import WeightsPort
 from headrace.config import WeightsConfig
 from headrace.service import Service
+from headrace.telemetry.phases import Lane
 from weightsync.arena import Arena
 from weightsync.bulk.server import BulkServer
 from weightsync.choosing import between_hosts
@@ -64,8 +65,11 @@ class Between:
         lease_s: float,
         block_ms: int,
         on_outcome: Callable[[Outcome], None],
+        lane: Lane,
     ) -> Importer:
-        return Importer(port, self.mirror, service, name, lease_s, block_ms, lambda: self.refresh(port), on_outcome)
+        return Importer(
+            port, self.mirror, service, name, lease_s, block_ms, lambda: self.refresh(port), on_outcome, lane
+        )
 
     async def refresh(self, port: WeightsPort) -> None:
         """Learn where other hosts serve, and the secret where Redis had lost it."""

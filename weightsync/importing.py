@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from broker.api import Versions, WeightsPort
 from headrace.errors import WeightError, WireError
 from headrace.service import Service
+from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from weightsync.leasing import BASE, leased
 from weightsync.manifest import Manifest, decode
@@ -34,8 +35,11 @@ class Importer:
         block_ms: int,
         refresh: Callable[[], Awaitable[object]],
         on_outcome: Callable[[Outcome], None],
+        lane: Lane,
     ) -> None:
-        """`refresh` learns anew where other hosts serve; `on_outcome` is told how each pull ended."""
+        """`refresh` learns anew where other hosts serve; `on_outcome` is told how each pull ended, `lane` that one is
+        under way.
+        """
         self._port = port
         self._mirror = mirror
         self._service = service
@@ -44,6 +48,7 @@ class Importer:
         self._block_ms = block_ms
         self._refresh = refresh
         self._on_outcome = on_outcome
+        self._lane = lane
         self._done: PolicyVersion | None = None
         """The newest version that is here, or is none of other hosts'."""
         self._asked: PolicyVersion | None = None
@@ -84,7 +89,8 @@ class Importer:
             await self._refresh()
             async with leased(self._port, version, self._name, self._lease_s):
                 try:
-                    outcome = await self._mirror.pull(manifest)
+                    with self._lane.during("transfer"):
+                        outcome = await self._mirror.pull(manifest)
                 except WeightError as error:
                     log.error("weight version %s does not come here: %s", version, error)
                     return False

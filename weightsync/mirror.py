@@ -22,6 +22,7 @@ import numpy as np
 
 from broker.api import Versions, WeightsPort
 from headrace.errors import WeightError, WireError
+from headrace.telemetry.clock import epoch
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, NewSegment
 from weightsync.bulk.shelf import HeldBase, Shelf
@@ -57,6 +58,8 @@ class Outcome:
     seconds: float = 0.0
     latency_s: float = 0.0
     """From the seal to the end; off by the difference of the clocks of two hosts."""
+    ended_at: float = 0.0
+    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,7 @@ class Mirror:
             transport=self._transport.kind,
             seconds=ended - start,
             latency_s=latency_s,
+            ended_at=epoch(ended),
         )
 
     async def close(self) -> None:

@@ -28,9 +28,11 @@ from typing import Any
 from broker.api import Peer, WeightsPort
 from headrace.errors import BrokerError, Refused, WeightError, WireError
 from headrace.service import Service
+from headrace.telemetry.clock import offset, process_began
 from headrace.telemetry.journal import Journal, LossyJournal
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
+from headrace.telemetry.recorder import Recorder, so_far
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena, SegmentName
 from weightsync.between import Between
@@ -52,7 +54,6 @@ LEAVE_S = 10.0
 """How long a service of a finished run waits for the trainer to unlink its own segments; one that leaves a running run,
 for readers of what it brought here."""
 CHECK_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-JOURNAL_EVERY_S = 10.0
 
 
 class WeightService:
@@ -93,17 +94,24 @@ class WeightService:
         self._head_moved = asyncio.Event()
         self._pinned: set[PolicyVersion] = set()
         self._lane = Lane("verifier", "wait_head")
+        self._transfers = Lane("transfer", "wait_version")
+        self._lanes = (self._lane, self._transfers)
+        for lane in self._lanes:
+            lane.backdate(process_began())
+        self._recorder = Recorder(journal.write, self._lanes) if journal is not None else None
         self._pace = Pace(0.5)
         self._contact = time.monotonic()
-        metrics.watch(self._lane)
+        metrics.watch(*self._lanes)
         self._between = between
         self._importer = None
         self._sent_bytes = 0
         if between is not None:
-            self._importer = between.importer(port, service, name, lease_s, block_ms, self._imported)
+            self._importer = between.importer(port, service, name, lease_s, block_ms, self._imported, self._transfers)
 
     async def run(self) -> None:
         """All loops until the service stops or one fails; then `leave`."""
+        if self._recorder is not None:
+            self._recorder.start()
         try:
             async with asyncio.TaskGroup() as group:
                 for loop in (self.follow, self.collect, self.beat, self.orders):
@@ -114,6 +122,8 @@ class WeightService:
             if self._between is not None:
                 await self._between.close()
             await self.leave()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def health(self) -> dict[str, Any]:
         """What `/healthz` shows; not ok once no heartbeat was accepted for two leases."""
@@ -179,13 +189,9 @@ class WeightService:
         return freed
 
     async def beat(self) -> None:
-        """Say that this service lives, and write its figures into the journal."""
-        written = time.monotonic()
+        """Say that this service lives."""
         while True:
             await self._beat_once()
-            if time.monotonic() - written >= JOURNAL_EVERY_S:
-                written = time.monotonic()
-                self._write("phases", lane=self._lane.name, seconds=self._lane.seconds())
             if await self._service.sleep(self._lease_s / 4):
                 return
 
@@ -338,9 +344,11 @@ class WeightService:
             "metrics_url": self.metrics_url,
             "troubles": self._journal.troubles(),
             **(self._between.state() if self._between else {}),
+            **({"lanes": so_far(self._lanes)} if self._recorder is None else {}),
         }
         await self._port.heartbeat(Peer(self.name, "weights", self._host, os.getpid(), True, state), self._lease_s)
         self._contact = time.monotonic()
+        self._write("clock", **await offset(self._port.now_ms))
         self._metrics.gauge("event_loop_lag_seconds", self._service.event_loop_lag_s, help="How late it woke up last")
         if (status := (await self._port.state()).status) in ("finished", "failed"):
             self._service.stop(f"the run is {status}")
@@ -366,7 +374,9 @@ class WeightService:
         self._metrics.count(
             "weights_imports", help="Versions of other hosts, by how bringing them ended", kind=outcome.kind
         )
-        self._write("imported", **{**asdict(outcome), "version": str(outcome.version)})
+        begin = round(outcome.ended_at - outcome.seconds, 6)
+        said = {**asdict(outcome), "version": str(outcome.version), "begin": begin, "end": outcome.ended_at}
+        self._write("imported", **said)
         for known in KINDS:
             self._metrics.gauge(
                 "weight_transport", known == outcome.transport, help="1 for how weights come here", kind=known
