@@ -90,8 +90,8 @@ def register(
 
 @app.command()
 def scale(
-    role: Annotated[str, typer.Argument(help="What to have more or fewer of: producer.")],
-    count: Annotated[int, typer.Argument(min=0, max=1024, help="How many there are to be.")],
+    role: Annotated[str, typer.Argument(metavar="producer", help="What to have more or fewer of.")],
+    count: Annotated[int, typer.Argument(metavar="COUNT", min=0, max=1024, help="How many there are to be.")],
     run: RunOption = None,
 ) -> None:
     """Start more producers or drain the newest, and wait until that has happened."""
@@ -212,8 +212,10 @@ def list_runs(as_json: JsonOption = False) -> None:
     found = _wait(ask())
     if as_json:
         typer.echo(to_json(found))
-    else:
+    elif found:
         Console(highlight=False).print(table(found))
+    else:
+        typer.echo(f"no runs in {runs_folder()}")
 
 
 @runs_app.command("delete")

@@ -76,7 +76,9 @@ async def chosen(operator: OperatorPort, ids: Sequence[str] | None, everything: 
 
 def check_choice(ids: Sequence[str] | None, everything: bool) -> None:
     """Raises ConfigError for a command that names no letter, or both some and all."""
-    if everything == bool(ids):
+    if everything and ids:
+        raise ConfigError("name letters or say --all, not both")
+    if not everything and not ids:
         raise ConfigError("name the letters, or say --all; `headrace dead list` shows their ids")
     for letter_id in ids or ():
         check_id(letter_id)

@@ -134,7 +134,7 @@ def _resumable(wish: Wish, runs: Path) -> RunFolder:
         return folder
     newest = next((run for run in reversed(local_runs(runs)) if not run.live), None)
     if newest is None:
-        raise ConfigError(f"there is no run in {runs} to resume")
+        raise ConfigError(f"there is no run in {runs} to resume; `headrace up` starts one")
     return newest
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from headrace.config import Config
 from headrace.errors import ConfigError, Refused
+from headrace.objects import near
 
 PREFIX = "HEADRACE__"
 """`HEADRACE__TRAINER__LEARNING_RATE=3e-6` sets `trainer.learning_rate`."""
@@ -80,6 +81,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
+def known_keys() -> list[str]:
+    """All dotted keys, sections among them."""
+    tree = Config().model_dump()
+    return [*tree, *(key for key, _ in flatten(tree))]
+
+
 def _file_items(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         content = file.read_bytes()
@@ -143,7 +150,8 @@ def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
     origin = next((origins[known] for known in origins if _related(known, key)), None)
     where = f" (from {origin})" if origin else ""
     if first["type"] == "extra_forbidden":
-        return f"{key}{where} is not a known configuration key; `headrace config` lists all keys"
+        meant = near(key, known_keys())
+        return f"{key}{where} is not a known configuration key{meant}; `headrace config` lists all keys"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error" and not key:
         return message

@@ -51,9 +51,9 @@ def load_function(spec: str, what: str, kind: type[HeadraceError], built_in: Ite
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """For a sentence about a name that is not known: ", did you mean 'that'?"; empty where none is like it."""
+    """For a sentence about a name that is not known: " (did you mean 'that'?)"; empty where none is like it."""
     found = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {found[0]!r}?" if found else ""
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def reason(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.errors import EnvironmentLoadError
 from headrace.objects import near
+from producers.environments.options import misfit
 
 COMPILED = "pycosat"
 """A C extension without wheels, which only the dataset zebra_puzzles calls."""
@@ -44,7 +45,8 @@ def make_dataset(
     try:
         return gym.create_dataset(name, **options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise EnvironmentLoadError(f"reasoning_gym: dataset {name!r} refuses its options: {error}") from error
+        why = misfit(known[name][1], options) or f": {error}"
+        raise EnvironmentLoadError(f"reasoning_gym: dataset {name!r} refuses its options{why}") from error
 
 
 def score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:

@@ -102,7 +102,7 @@ def test_usage_errors_are_clear(arguments: tuple[str, ...], sentence: str, tmp_p
         (("dead", "list"), "no run is running in"),
         (("dead", "show", "x"), "'x' is no id of a dead letter (they look like 1767193502123-0)"),
         (("dead", "replay"), "name the letters, or say --all; `headrace dead list` shows their ids"),
-        (("dead", "drop", "1-0", "--all"), "name the letters, or say --all"),
+        (("dead", "drop", "1-0", "--all"), "name letters or say --all, not both"),
         (("weights", "list"), "no run is running in"),
         (("weights", "pin", "1"), "'1' is no weight version (they look like 1.140); `headrace weights list` names all"),
         (("weights", "rollback", "1.x"), "'1.x' is no weight version"),

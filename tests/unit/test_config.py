@@ -47,6 +47,12 @@ def test_the_redis_url_is_no_configuration_key() -> None:
     [
         ("trainer.rate=1", "trainer.rate (from command line) is not a known configuration key"),
         ("bogus.rate=1", "bogus (from command line) is not a known configuration key"),
+        (
+            "trainer.learning_rat=1",
+            "is not a known configuration key (did you mean 'trainer.learning_rate'?); `headrace",
+        ),
+        ("trainr.steps=1", "trainr (from command line) is not a known configuration key (did you mean 'trainer'?)"),
+        ("learning_rate=1", "(did you mean 'trainer.learning_rate'?)"),
         ("bogus=1", "bogus (from command line) is not a known configuration key"),
         ("run.steps=0", "run.steps = 0 (from command line): input should be greater than or equal to 1"),
         ("run.steps=many", "run.steps = 'many' (from command line): input should be a valid integer"),

@@ -108,8 +108,10 @@ def test_an_eval_split_without_a_question_of_its_own_is_refused() -> None:
     ("options", "sentence"),
     [
         ({"dataset": "nonsense"}, "dataset = 'nonsense' is not one of its .* datasets: ab, acre, "),
-        ({"dataset": "chainsum"}, "is not one of its .* datasets, did you mean 'chain_sum'"),
-        ({"dataset": "chain_sum", "min_dogs": 1}, "refuses its options: .*min_dogs"),
+        ({"dataset": "chainsum"}, "is not one of its .* datasets .did you mean 'chain_sum'"),
+        ({"dataset": "chain_sum", "colour": 1}, "refuses its options: 'colour' is no option of it, it takes min_te"),
+        ({"dataset": "chain_sum", "min_term": 2}, "'min_term' is no option of it .did you mean 'min_terms'"),
+        ({"dataset": "chain_sum", "min_terms": "two"}, "refuses its options: min_terms = 'two': input should be"),
         ({"dataset": "chain_sum", "min_terms": 9, "max_terms": 2}, "refuses its options"),
         ({"dataset": "chain_sum", "prompt": "?"}, "has no place for {question}"),
         ({"dataset": "chain_sum", "size": 0}, "must be positive"),
