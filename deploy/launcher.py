@@ -31,6 +31,7 @@ from typing import Any
 
 from broker.api import OperatorPort, Order, Peer, Runs
 from deploy.cores import Cores, has_gpu
+from deploy.events import NAME, Events
 from deploy.outage import Outage
 from deploy.parts import Services
 from deploy.plan import Plan
@@ -46,12 +47,10 @@ from deploy.supervisor import Part, Supervisor, Verdict
 from headrace.errors import BrokerError, BrokerUnavailable, Refused, ServiceError, WeightError
 from headrace.files import write_json
 from headrace.service import Service
-from headrace.telemetry.journal import Journal
 from weightsync.arena import Arena
 
 log = logging.getLogger(__name__)
 
-NAME = "launcher"
 HEARTBEAT_S = 1.0
 LEASE_S = 10.0
 REDRAW_S = 0.25
@@ -86,9 +85,8 @@ class Launcher:
         self._url = url
         self._redis = redis
         self._screen = screen
-        self._journal = Journal(plan.folder.path / "launcher.jsonl")
-        self._unwritten = False
-        """Whether the last event stands only on the screen."""
+        self._events = Events(screen, plan.folder.path / "launcher.jsonl")
+        self._report = self._events.report
         self._services = Services(
             plan.config,
             plan.folder,
@@ -117,7 +115,7 @@ class Launcher:
         self._registrar = Registrar(self._plan, runs, operator)
         await self._registrar.register()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.stop, "SIGHUP")
-        self._supervisor = Supervisor(self._report, self._judge, self._outage)
+        self._supervisor = Supervisor(self._report, self._judge, self._outage, self._events.exited)
         self._started = time.monotonic()
         if self._redis is not None:
             server = self._redis
@@ -135,7 +133,7 @@ class Launcher:
             self._arena.sweep(self._plan.folder.run_id)
         except WeightError as error:
             log.warning("segments of this run may be left: %s", error)
-        self._journal.close()
+        self._events.close()
 
     def _forget_end(self) -> None:
         """The run has not ended yet, whatever an earlier start wrote."""
@@ -322,21 +320,6 @@ class Launcher:
             self._report(part.name, "ended", "it has ended the run as failed")
             raise ServiceError(state.reason or "the trainer has ended the run without a reason")
         return "over" if code == 0 and state.status != "running" else "died"
-
-    def _report(self, part: str, event: str, text: str) -> None:
-        """On the screen, and in the journal: a full disk takes that from a run, but not the run."""
-        self._screen.event(part, event, text)
-        try:
-            self._journal.write(event, part=part, text=text)
-        except ServiceError as error:
-            log.warning("%s %s (%s) stands in no journal: %s", part, event, text, error)
-            if not self._unwritten:
-                self._screen.event(NAME, "in trouble", f"{error}; until it can be, events are only shown here")
-            self._unwritten = True
-        else:
-            if self._unwritten:
-                self._screen.event(NAME, "goes on", "its journal can be written again")
-            self._unwritten = False
 
     def _view(self) -> RunView:
         assert self._supervisor is not None

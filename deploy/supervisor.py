@@ -74,8 +74,17 @@ class Part:
 class Supervisor:
     """All parts of one launcher."""
 
-    def __init__(self, report: Report, judge: Callable[[Part, int], Awaitable[Verdict]], outage: Outage) -> None:
-        """`judge` says what it means that a part exited with a code on its own; it raises why that ends the run."""
+    def __init__(
+        self,
+        report: Report,
+        judge: Callable[[Part, int], Awaitable[Verdict]],
+        outage: Outage,
+        exited: Callable[[str, int, int], None] = lambda name, pid, code: None,
+    ) -> None:
+        """`judge` says what it means that a part exited with a code on its own; it raises why that ends the run.
+        `exited` is told of the end of every process, whatever it means, at once: its part, pid and exit code.
+        """
+        self._exited = exited
         self._report = report
         self._judge = judge
         self._outage = outage
@@ -163,6 +172,7 @@ class Supervisor:
         child = part.child
         assert child is not None
         code = await child.exited()
+        self._exited(part.name, child.pid, code)
         # What it started itself (reward workers) goes with it.
         child.kill()
         child.close()

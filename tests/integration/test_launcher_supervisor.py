@@ -55,7 +55,13 @@ class Bench:
         self.events: list[tuple[str, str, str]] = []
         self.verdict: Verdict | ServiceError = "died"
         self.outage = Outage(10.0, 300.0)
-        self.supervisor = Supervisor(lambda *event: self.events.append(event), self._judge, self.outage)
+        self.exits: list[tuple[str, int, int]] = []
+        self.supervisor = Supervisor(
+            lambda *event: self.events.append(event),
+            self._judge,
+            self.outage,
+            lambda *end: self.exits.append(end),
+        )
 
     async def _judge(self, _: Part, code: int) -> Verdict:
         if isinstance(self.verdict, ServiceError):
@@ -94,6 +100,7 @@ async def test_a_killed_part_is_replaced(bench: Bench) -> None:
     second = await bench.ready(part)
     assert second.pid != first.pid
     assert bench.supervisor.restarts == {"producer": 1}
+    assert bench.exits == [("producer-1", first.pid, -signal.SIGKILL)]
     assert "was killed by SIGKILL" in next(text for _, event, text in bench.events if event == "died")
 
 

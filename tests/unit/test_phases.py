@@ -1,12 +1,14 @@
 """A lane is in exactly one phase at any time, so its phases sum to its wall time."""
 
 import threading
+from functools import reduce
+from itertools import pairwise, zip_longest
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.phases import Lane, idle_fraction
+from headrace.telemetry.phases import MOST_SPANS, Cut, Lane, idle_fraction
 
 
 class Clock:
@@ -72,6 +74,104 @@ def test_a_phase_entered_while_another_thread_reads_is_not_in_that_reading() -> 
     reads.clear()
     writer.join()
     assert lane.seconds() == {"decode": 3.0, "swap": 0.0}
+
+
+@given(steps, st.lists(st.booleans(), max_size=40))
+def test_cuts_join_without_a_gap_and_hold_everything(plan: list[tuple[str, int]], cuts: list[bool]) -> None:
+    clock = Clock()
+    lane = Lane("engine", "start", clock)
+    found: list[Cut] = []
+    for step, cut in zip_longest(plan, cuts):
+        if step:
+            lane.enter(step[0])
+            clock.now += step[1] / 1000
+        if cut:
+            found.append(lane.cut())
+    found.append(lane.cut())
+    assert all(first.end == second.begin for first, second in pairwise(found))
+    whole = reduce(Cut.then, found)
+    assert (whole.end - whole.begin) / 1e6 == lane.wall()
+    assert {phase: spent / 1e6 for phase, spent in whole.sums.items() if spent} == {
+        phase: spent for phase, spent in lane.seconds().items() if spent
+    }
+    for one in (*found, whole):
+        assert sum(one.sums.values()) == one.end - one.begin
+        if one.spans is not None:
+            assert sum(spent for _, spent in one.spans) == one.end - one.begin
+            assert all(first[0] != second[0] for first, second in pairwise(one.spans))
+            assert len(one.spans) <= MOST_SPANS
+
+
+def test_more_spans_than_a_record_may_have_are_summed() -> None:
+    clock = Clock()
+    lane = Lane("engine", "decode", clock)
+    for turn in range(MOST_SPANS + 1):
+        clock.now += 1
+        lane.enter("prefill" if turn % 2 else "decode")
+        clock.now += 1
+        lane.enter("swap")
+    cut = lane.cut()
+    assert (cut.spans, sum(cut.sums.values())) == (None, 2_000_000 * (MOST_SPANS + 1))
+    clock.now += 1
+    assert lane.cut().spans == (("swap", 1_000_000),)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["prefill", "recompute", "decode"]), st.floats(0, 1e12)), min_size=1))
+def test_phases_that_share_a_time_get_their_shares_and_lose_nothing(shares: list[tuple[str, float]]) -> None:
+    clock = Clock()
+    lane = Lane("engine", "wait_start", clock)
+    lane.enter_shared(shares)
+    clock.now += 0.8
+    open_ = lane.seconds()
+    lane.enter("swap")
+    total = sum(share for _, share in shares)
+    assert round(1e6 * sum(open_.values())) == 800_000
+    assert {phase: spent for phase, spent in lane.seconds().items() if phase != "swap"} == open_
+    for phase in {phase for phase, _ in shares} if total else set():
+        part = sum(share for name, share in shares if name == phase) / total
+        assert abs(open_[phase] - 0.8 * part) <= 2e-6 * len(shares)
+
+
+def test_a_lane_that_waits_says_for_what_also_when_that_changes_meanwhile() -> None:
+    clock = Clock()
+    lane = Lane("engine", "start", clock)
+    lane.because("no_task")
+    assert lane.phase == "start"
+    lane.wait()
+    clock.now += 1
+    lane.because("scores")
+    clock.now += 2
+    lane.because("scores")
+    lane.enter("decode")
+    lane.because("drain")
+    assert lane.phase == "decode"
+    assert lane.seconds() == {"start": 0.0, "wait_no_task": 1.0, "wait_scores": 2.0, "decode": 0.0}
+
+
+def test_a_lane_that_began_earlier_is_in_its_first_phase_from_then_on() -> None:
+    clock = Clock()
+    lane = Lane("engine", "start", clock)
+    clock.now += 1
+    lane.enter("wait_start")
+    clock.now += 1
+    lane.backdate(97.5)
+    lane.backdate(99.0)
+    assert lane.wall() == 4.5
+    assert lane.seconds() == {"start": 3.5, "wait_start": 1.0}
+    cut = lane.cut()
+    assert (cut.begin, cut.spans) == (97_500_000, (("start", 3_500_000), ("wait_start", 1_000_000)))
+
+
+def test_each_phase_that_begins_is_marked() -> None:
+    lane = Lane("engine", "start", Clock())
+    marks: list[str] = []
+    lane.mark = marks.append
+    lane.enter("decode")
+    lane.enter_shared([("prefill", 1.0), ("decode", 3.0)])
+    lane.wait()
+    with lane.during("swap"):
+        pass
+    assert marks == ["decode", "decode", "wait_start", "swap", "wait_start"]
 
 
 def test_idle_fraction_of_an_interval() -> None:
