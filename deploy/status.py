@@ -122,7 +122,8 @@ def _processes(processes: list[dict[str, Any]], *, seen: bool) -> Table:
             str(peer["pid"]),
             "yes" if peer["alive"] else "no" if seen else "?",
             str(said.get("version") or ""),
-            str(said.get("transport") or ""),
+            # What a weight service says is how it serves other hosts.
+            str(said.get("transport") or "") if peer["role"] == "producer" else "",
             "" if peer["lag"] is None else str(peer["lag"]),
             _figure(said.get("tokens_per_s"), ".0f"),
             _figure(said.get("idle"), ".0%"),

@@ -49,14 +49,15 @@ if [ ${#nodes[@]} -gt 1 ]; then
 fi
 
 # The time is nearly over, or somebody said `scancel --signal=TERM --batch`: all drain, the trainer writes a checkpoint.
-trap '.venv/bin/headrace stop --run "$HEADRACE_RUN"' TERM
+told=
+trap 'told=1; .venv/bin/headrace stop' TERM
 code=0
-until wait "$trainer"; do
-  code=$?
-  # A signal ends `wait`, not the trainer.
-  kill -0 "$trainer" 2>/dev/null || break
+wait "$trainer" || code=$?
+if [ "$told" ]; then
+  # What ended `wait` was the signal.
   code=0
-done
+  wait "$trainer" || code=$?
+fi
 wait "$weights" "${producers[@]}" || true
 kill "$redis"
 wait "$redis" || true

@@ -29,7 +29,7 @@ dtype = "float32"
 context_length = 96
 
 [[environments]]
-name = "arithmetic"
+name = "/environment.py:Chance"
 
 [sampling]
 max_new_tokens = 16
@@ -125,6 +125,7 @@ def stack_of(
             "HEADRACE_STEPS": "1000000",
             "HEADRACE_SECRETS": str(secrets()),
             "HEADRACE_TEST_MODEL": str(model),
+            "HEADRACE_TEST_ENVIRONMENT": str(clone / "tests" / "compose" / "environment.py"),
             "HEADRACE_PROMETHEUS_IMAGE": PROMETHEUS,
             "HEADRACE_PROMETHEUS_PORT": str(free_port()),
         }

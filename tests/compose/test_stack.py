@@ -47,13 +47,14 @@ def test_all_are_healthy_and_the_run_makes_steps(running: Stack) -> None:
 
 
 def test_weights_go_by_shared_memory_which_log_metrics_and_status_say(running: Stack, prometheus: Prometheus) -> None:
-    (producer,) = running.producers().items()
-    name, state = producer
+    wait_here(lambda: len(running.producers()) == 1, "the producer is seen", PATIENCE_S)
+    ((name, state),) = running.producers().items()
     assert state["transport"] == "shm"
     assert "weights come by shm: its segment is in this host's memory" in running.logs("producer")
     query = f'headrace_weight_transport{{service="{name}"}} == 1'
     wait_here(lambda: prometheus.label_values(query, "kind") == ["shm"], "the metric says shm", PATIENCE_S)
-    (row,) = (line for line in running.execute("weights", "headrace", "status").splitlines() if name in line)
+    shown = running.execute("weights", "env", "COLUMNS=200", "headrace", "status").splitlines()
+    (row,) = (line for line in shown if name in line)
     assert " shm " in row
 
 
@@ -69,6 +70,7 @@ def test_what_dead_containers_left_in_shared_memory_goes(running: Stack) -> None
 
 
 def test_scaled_up_and_down_in_mid_run(running: Stack, prometheus: Prometheus) -> None:
+    wait_here(lambda: len(running.producers()) == 1, "one producer is seen", PATIENCE_S)
     (first,) = running.producers()
     trainer, begun = inspected(running.containers("trainer")[0])["State"]["StartedAt"], time.time()
     before = running.step()
