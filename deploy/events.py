@@ -33,7 +33,8 @@ class Events:
 
     def exited(self, name: str, pid: int, code: int) -> None:
         """When a process ended: what it had not recorded by then is lost (docs/audit.md)."""
-        self._write("exited", f"the end of {name}", service=name, pid=pid, code=code, at=now())
+        text = f"its process {pid} ended"
+        self._write("exited", text, part=name, text=text, service=name, pid=pid, code=code, at=now())
 
     def close(self) -> None:
         self._journal.close()

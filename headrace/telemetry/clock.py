@@ -11,7 +11,15 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-EPOCH_S = time.time() - time.perf_counter()
+
+def _ahead(clock: Callable[[], float]) -> float:
+    """What a clock is ahead of `time.perf_counter`: of a few readings the one that was least interrupted."""
+    readings = [(time.perf_counter(), clock(), time.perf_counter()) for _ in range(5)]
+    before, theirs, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return theirs - (before + after) / 2
+
+
+EPOCH_S = _ahead(time.time)
 """What makes a reading of `time.perf_counter` seconds since the epoch."""
 
 
@@ -31,15 +39,14 @@ def process_began() -> float:
     The present where the operating system does not say, or where the process's tick is of another clock (a container
     with a time namespace of its own).
     """
-    reading = time.perf_counter()
     try:
         # The name of the program, in parentheses, may hold spaces.
         fields = Path("/proc/self/stat").read_text("ascii", errors="replace").rpartition(")")[2].split()
-        ticks = int(fields[19])
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        began = began_s - _ahead(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
     except (OSError, ValueError, IndexError, AttributeError):
-        return reading
-    return reading - age_s if 0 <= age_s <= reading else reading
+        return time.perf_counter()
+    return min(began, time.perf_counter())
 
 
 async def offset(now_ms: Callable[[], Awaitable[int]]) -> dict[str, float]:
