@@ -5,6 +5,7 @@ The server is a stand-in of some lines: what is looked at are processes and file
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from headrace.errors import EngineError
+from producers.engines.sglang import guard
 from producers.engines.sglang.client import ServerRefused, SglangClient
 from producers.engines.sglang.launch import LaunchSpec, Server
 from tests.support import wait_here
@@ -34,6 +36,9 @@ if "--die" in sys.argv:
     sys.exit("no kernel image is available")
 if "--mute" in sys.argv:
     time.sleep(600)
+if "--hoard" in sys.argv:
+    from multiprocessing import get_context, shared_memory
+    held = get_context("spawn").Semaphore(), shared_memory.SharedMemory(value("--hoard"), create=True, size=4096)
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -82,6 +87,28 @@ def group(pid: int) -> list[psutil.Process]:
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return found
+
+
+@pytest.mark.parametrize("end", ["closed", "killed", "dies"])
+async def test_a_killed_server_leaves_nothing_in_shared_memory(start: Start, end: str) -> None:
+    """Ended while it does not listen to signals, or killed by somebody else."""
+    name = f"sglang_loads_{os.getpid()}_{end}"
+    server = start("--hoard", name)
+    async with SglangClient(server.url, server.admin_key) as client:
+        await server.ready(client)
+    (process,) = [member for member in group(server.pid) if member.cmdline()[1:3] == ["-m", "sglang.launch_server"]]
+    left = guard.left_by(server.pid)
+    assert {Path(file).name.partition("-")[0] for file in left} == {name, "sem.mp"}
+    if end == "dies":
+        await asyncio.sleep(guard.LOOK_S + 1)
+        process.kill()
+        wait_here(lambda: not server.alive, "the guard has ended")
+    else:
+        process.suspend()
+        if end == "killed":
+            server.kill()
+        await server.close()
+    assert not left & set(map(str, guard.SHARED.iterdir()))
 
 
 async def test_a_server_answers_and_is_gone_with_all_its_processes(start: Start) -> None:

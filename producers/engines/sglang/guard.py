@@ -4,19 +4,32 @@
 standard input is a pipe of whoever started it: at its end, which comes also when that process is killed, the whole
 process group is ended. A death signal of the kernel would not do: it reaches the server but not the processes that the
 server started, and comes when the thread ends that forked.
+
+A server that is killed leaves what it had in /dev/shm: semaphores, and some megabytes of its own. The guard notes which
+of such files its processes have mapped, and removes them at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 GRACE_S = 3.0
 """From being asked to being killed."""
+LOOK_S = 10.0
+"""Between two looks at what the server's processes have mapped."""
+SHARED = Path("/dev/shm")  # noqa: S108 - a server's files, not ours
+_LEFT = re.compile(r"(?:sem\.mp-|sgl_|sglang_|psm_).+")
+"""Names of files whose maker removes them, unless it is killed."""
+_MAPPED = re.compile(r"^(?:\S+ ){4}(\d+) +/dev/shm/", re.MULTILINE)
+"""Inodes in /proc/PID/maps. The path there may be another: glibc makes a semaphore under a passing name."""
 
 
 def main(command: list[str]) -> int:
@@ -28,33 +41,65 @@ def main(command: list[str]) -> int:
     except OSError as error:
         print(f"headrace: {command[0]} cannot be started: {error.strerror}", flush=True)
         return 1
-    wanted = _wait(server)
+    mapped: set[str] = set()
+    wanted = _wait(server, mapped)
     code = server.poll()
     if wanted:
         print(f"headrace: the server {_in_words(code)}", flush=True)
+    mapped |= left_by(os.getpgrp())
     _end_group(server)
-    return 1  # not reached where killing the group ends this process, too
+    for file in mapped:
+        Path(file).unlink(missing_ok=True)
+    return 1
 
 
-def _wait(server: subprocess.Popen[bytes]) -> bool:
+def _wait(server: subprocess.Popen[bytes], mapped: set[str]) -> bool:
     """Until the server has ended (True), or nobody wants it any more (False)."""
     ended = os.pidfd_open(server.pid)
     poller = select.poll()
     poller.register(ended, select.POLLIN)
     poller.register(sys.stdin.fileno(), select.POLLIN)
     while True:
-        for descriptor, _ in poller.poll():
+        for descriptor, _ in poller.poll(LOOK_S * 1000):
             if descriptor == ended:
                 return True
             if not os.read(descriptor, 4096):
                 return False
+        mapped |= left_by(os.getpgrp())
 
 
 def _end_group(server: subprocess.Popen[bytes]) -> None:
     os.killpg(0, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(GRACE_S)
-    os.killpg(0, signal.SIGKILL)
+    while others := [pid for pid in _members(os.getpgrp()) if pid != os.getpid()]:
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        server.poll()
+        time.sleep(0.01)
+
+
+def _members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()):
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            if os.getpgid(pid) == group and state not in "ZX":
+                found.append(pid)
+    return found
+
+
+def left_by(group: int) -> set[str]:
+    """Files that would be left in shared memory if the processes of this group were killed now."""
+    inodes: set[int] = set()
+    for pid in _members(group):
+        with contextlib.suppress(OSError):
+            inodes.update(map(int, _MAPPED.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace"))))
+    with contextlib.suppress(FileNotFoundError):
+        return {entry.path for entry in os.scandir(SHARED) if _LEFT.fullmatch(entry.name) and entry.inode() in inodes}
+    return set()
 
 
 def _in_words(code: int | None) -> str:

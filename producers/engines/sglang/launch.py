@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import EngineError
+from producers.engines.sglang import guard
 from producers.engines.sglang.client import ServerBroken, ServerGone, ServerRefused, SglangClient
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -116,8 +117,11 @@ class Server:
         """End it and all that it started, at once. Idempotent; blocks for some milliseconds."""
         if self._pidfd < 0:
             return
+        left = guard.left_by(self._guard.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._guard.pid, signal.SIGKILL)
+        for file in left:
+            Path(file).unlink(missing_ok=True)
         self._ended()
 
     async def close(self) -> None:
