@@ -93,11 +93,6 @@ class Launches:
         """Shared-memory segments of all runs here."""
         return [file.name for file in self.memory.iterdir()]
 
-    def semaphores(self) -> list[str]:
-        """Named ones that reward processes use now; a multiprocessing pool has some."""
-        maps = [mapped.path for process in self.processes() for mapped in process.memory_maps()]
-        return sorted({Path(path).name for path in maps if path.startswith("/dev/shm/sem.mp-")})
-
     def events(self, journal: str = "launcher") -> list[dict[str, Any]]:
         return _lines(self.run / f"{journal}.jsonl") if self.runs.exists() else []
 

@@ -125,11 +125,8 @@ def test_no_step_and_no_task_is_lost(launched: Launches, tiny_model: Path) -> No
 
 def a_killed_producer_is_replaced(live: Live) -> None:
     live.rests()
-    semaphores = live.launches.semaphores()
     os.kill(live.launches.pid("producer-1"), signal.SIGKILL)
     live.wait(lambda: live.launches.happened("producer-1", "joined") == 2, "the replacement joined")
-    left = [name for name in semaphores if (Path("/dev/shm") / name).exists()]
-    assert left == [], "what the reward processes of the killed one used is still there"
     live.moves()
     again = [line["task"] for line in groups_of(live, "producer-1") if line["attempt"] > 1]
     assert again, "none of its tasks was taken over"

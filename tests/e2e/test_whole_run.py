@@ -50,7 +50,6 @@ class Seen:
     steps: list[int]
     left_processes: list[psutil.Process]
     left_segments: list[str]
-    left_semaphores: list[str]
     first: dict[str, Reading] = field(default_factory=dict)
     second: dict[str, Reading] = field(default_factory=dict)
     health: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -65,7 +64,6 @@ def seen(module_launches: Launches, tiny_model: Path) -> Seen:
     health = {name: json.loads(get(url.replace("/metrics", "/healthz"))) for name, url in urls.items()}
     wait_here(lambda: len(launches.steps()) >= 2, "two steps are made", PATIENCE_S)
     second = {name: read(url) for name, url in urls.items()}
-    used = launches.semaphores()
     out, err = process.communicate(timeout=PATIENCE_S)
     return Seen(
         run=launches.run,
@@ -76,7 +74,6 @@ def seen(module_launches: Launches, tiny_model: Path) -> Seen:
         steps=launches.steps(),
         left_processes=launches.processes(),
         left_segments=launches.segments,
-        left_semaphores=[name for name in used if (Path("/dev/shm") / name).exists()],
         first=first,
         second=second,
         health=health,
@@ -181,7 +178,6 @@ def test_phases_of_every_lane_sum_to_wall_time(seen: Seen) -> None:
 def test_nothing_is_left(seen: Seen) -> None:
     assert seen.left_processes == []
     assert seen.left_segments == []
-    assert seen.left_semaphores == []
     assert not (seen.run / "connection.json").exists()
 
 
