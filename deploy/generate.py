@@ -24,6 +24,7 @@ from broker.messages import Task, TaskDelivery, TaskKind
 from deploy.generate_show import Shown, parts_of
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
+from headrace.words import counted
 from producers.engines.registry import engine_factory
 from producers.environments.api import Environment, Rollout
 from producers.environments.pass_rates import Measured, write_pass_rates
@@ -113,7 +114,7 @@ class _Done:
             raise ConfigError(f"--pass-rates {file} cannot be written ({error.strerror})") from error
 
     def sentence(self, file: Path | None) -> str:
-        samples = f"{self.good} samples of {self.tokens} tokens"
+        samples = f"{counted(self.good, 'sample')} of {counted(self.tokens, 'token')}"
         failed = f", {self.failed} failed" if self.failed else ""
         if not self.measured:
             return samples + failed
@@ -121,7 +122,7 @@ class _Done:
             line.samples for line in self.measured
         )
         where = f", written to {file}" if file is not None else ""
-        return f"{samples}{failed}; right: {rate:.1%} over {len(self.measured)} prompts{where}"
+        return f"{samples}{failed}; right: {rate:.1%} over {counted(len(self.measured), 'prompt')}{where}"
 
 
 @dataclass(slots=True)
@@ -205,7 +206,7 @@ def _indices(wish: Wish, name: str, environment: Environment) -> range:
     size = sizes_of(name, environment)[wish.split == "eval"]
     if wish.first >= size:
         kind = "training" if wish.split == "train" else "held-out"
-        raise ConfigError(f"environment {name!r} has {size} {kind} prompts, and --first is {wish.first}")
+        raise ConfigError(f"environment {name!r} has {counted(size, f'{kind} prompt')}, and --first is {wish.first}")
     return range(wish.first, min(wish.first + wish.tasks, size))
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from broker.messages import Int32, Trajectory, VersionSpan
 from deploy.printable import printable
+from headrace.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,5 @@ def _head(sample: Shown) -> str:
 
 def _foot(part: Part) -> str:
     versions = ", ".join(f"{span.version}" + (" (kv kept)" if span.kv == "kept" else "") for span in part.spans)
-    tokens = "1 token" if part.tokens == 1 else f"{part.tokens} tokens"
     reward = f", turn's reward {part.reward:.3g}" if part.reward else ""
-    return f"{tokens} of version {versions}, log-prob {part.logprob:.2f} each{reward}"
+    return f"{counted(part.tokens, 'token')} of version {versions}, log-prob {part.logprob:.2f} each{reward}"

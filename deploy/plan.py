@@ -21,6 +21,7 @@ from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
 from headrace.errors import ConfigError, HeadraceError, ServiceError
 from headrace.files import at_home, write_json
+from headrace.words import counted
 
 MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port"})
 """Keys that `--resume` may give another value: no step that was made depends on them."""
@@ -154,7 +155,7 @@ def _check_unfinished(folder: RunFolder, config: Config) -> None:
         )
     if made >= config.run.steps:
         raise ConfigError(
-            f"run {folder.run_id} has made all its {made} steps, see {folder.summary_file}; "
+            f"run {folder.run_id} has made all its {counted(made, 'step')}, see {folder.summary_file}; "
             f"`--steps N` with a larger N makes more"
         )
 

@@ -16,6 +16,7 @@ from deploy.printable import printable
 from deploy.progress import newest_step
 from deploy.run_folder import RunFolder, local_runs
 from headrace.errors import ConfigError, ServiceError
+from headrace.words import counted
 from weightsync.arena import Arena
 
 
@@ -78,7 +79,7 @@ async def delete(run_id: str, folder: Path, broker: Runs | None, alive: Sequence
         raise ConfigError(f"there is no run {run_id} in {folder}; `headrace runs list` names all")
     deleted = []
     if broker is not None and in_broker:
-        deleted.append(f"{await broker.delete(run_id)} keys")
+        deleted.append(counted(await broker.delete(run_id), "key"))
     if run.config_file.exists():
         try:
             shutil.rmtree(run.path)

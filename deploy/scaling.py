@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.supervisor import Part
+from headrace.words import counted
 
 JOIN_S = 180.0
 """A started producer that has not joined by then is reported so; the supervisor goes on with it."""
@@ -37,8 +38,7 @@ class Scaling:
             parts.append(f"{', '.join(gone)} drained and left")
         if leaving:
             parts.append(f"{', '.join(part.name for part in leaving)} still draining")
-        producers = "producer" if self.wanted == 1 else "producers"
-        return f"{self.wanted} {producers}: {'; '.join(parts) or 'nothing to do'}"
+        return f"{counted(self.wanted, 'producer')}: {'; '.join(parts) or 'nothing to do'}"
 
 
 def surplus(producers: list[Part], wanted: int) -> list[Part]:

@@ -26,6 +26,8 @@ def load_object(spec: str, what: str, kind: type[HeadraceError], built_in: Itera
     Raises `kind`.
     """
     place, colon, name = spec.rpartition(":")
+    if not colon and spec.endswith(".py"):
+        raise kind(f"{what} is a file; name an object of it, as in `{spec}:Mine`")
     if not colon or not place or not name:
         names = f" ({', '.join(sorted(built_in))})" if built_in else ""
         raise kind(

@@ -181,6 +181,7 @@ def test_ones_own_file_gives_environment_and_reward(own: Path) -> None:
     ("name", "sentence"),
     [
         ("nonsense", r"'nonsense' is not known; use a built-in name \(arithmetic, dataset, .*verifiers\)"),
+        ("own/file.py", "environment 'own/file.py' is a file; name an object of it, as in `own/file.py:Mine`"),
         ("arithmetics", "'arithmetics' is not known .did you mean 'arithmetic'"),
         ("dataset", "cannot be made with options {}: it needs data, as in options = { data = … } or `-o data=…`"),
         ("no_such_package_anywhere:Thing", r"does not import \(ModuleNotFoundError: No module named"),

@@ -97,6 +97,13 @@ async def test_groups_come_in_order_with_rewards_of_turn_and_end() -> None:
     assert len({one.parts[1].text for one in shown}) > 1
 
 
+async def test_one_of_a_kind_is_no_plural(capsys: pytest.CaptureFixture[str]) -> None:
+    config = scripted("tests.checked:Fine")
+    sampling = config.sampling.model_copy(update={"max_new_tokens": 1})
+    await samples_of(Wish(config.model_copy(update={"sampling": sampling}), tasks=1, samples=1))
+    assert capsys.readouterr().err == "1 sample of 1 token; right: 0.0% over 1 prompt\n"
+
+
 async def test_held_out_prompts_are_right_or_wrong() -> None:
     _, shown = await samples_of(Wish(scripted("tests.checked:Fine"), tasks=99, samples=2, split="eval"))
     assert [one.index for one in shown] == [0, 0, 1, 1, 2, 2]
