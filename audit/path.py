@@ -18,7 +18,8 @@ from audit.records import Group, Lane, Piece, Publish, Run, Step, Swap
 
 Kind = Literal["training", "generation", "scoring", "weight_sync", "checkpoint", "broker", "other"]
 
-TRAINING = frozenset({"forward_backward", "optimizer", "reference_logprobs", "batch_assembly", "report", "bookkeeping"})
+LOGPROBS = {"reference_logprobs", "proximal_logprobs"}
+TRAINING = frozenset({"forward_backward", "optimizer", "batch_assembly", "report", "bookkeeping", *LOGPROBS})
 WEIGHT_SYNC = frozenset({"weight_publish", "transfer", "verify", "swap", "restore"})
 CHECKPOINT = frozenset({"checkpoint", "wait_checkpoint"})
 FOR_GROUPS = frozenset({"wait_groups"})

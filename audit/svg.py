@@ -21,6 +21,7 @@ COLOURS: Mapping[str, str] = {
     "forward_backward": "#009e73",
     "optimizer": "#00694d",
     "reference_logprobs": "#6cc5a6",
+    "proximal_logprobs": "#6cc5a6",
     "batch_assembly": "#a8ddcb",
     "report": "#c3c9a0",
     "weight_publish": "#aa4499",

@@ -18,7 +18,8 @@ from broker.api import Fence, Hello, Peer, RunRecord
 from broker.codec import decode_groups, encode_group
 from broker.connect import Run, connect_run
 from broker.messages import SCHEMA, Group, GroupDelivery, StepEntry, Task, TaskDelivery, Trajectory, VersionSpan
-from headrace.config import Config, TrainerConfig
+from headrace.config import Config
+from headrace.config_trainer import TrainerConfig
 from headrace.policy.memory import keep_freed_memory
 from headrace.service import collect_seldom
 from headrace.version import PolicyVersion

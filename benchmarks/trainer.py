@@ -28,7 +28,8 @@ from benchmarks.report import Figure, arguments, report
 from broker.messages import Group, Trajectory, VersionSpan
 from consumers.packing import Row, Sample, pack
 from consumers.trainer import Trainer
-from headrace.config import Config, TrainerConfig
+from headrace.config import Config
+from headrace.config_trainer import TrainerConfig
 from headrace.policy.loading import load_model
 from headrace.policy.logprobs import chosen_logprobs, packed_logprobs
 from headrace.policy.memory import keep_freed_memory
@@ -154,7 +155,7 @@ def main(argv: list[str]) -> int:
     difference = mismatch(model, rows)
 
     works: dict[str, Callable[[], object]] = {
-        "step": lambda: trainer.train(groups, 0),
+        "step": lambda: trainer.train(groups, 0, 1),
         "products": products.run,
         "plain": lambda: plain.run(few),
     }

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from broker.api import Peer
 from consumers import evaluation, export
+from consumers.agreement import Agreement
 from consumers.asking import Admitter
 from consumers.batch import Batch
 from consumers.claim import Claim
@@ -53,6 +54,7 @@ class Course:
     seen: SeenTasks
     progress: Progress
     troubles: Troubles
+    agreement: Agreement
     worker: Worker
     watch: Watch
     admitter: Admitter
@@ -181,6 +183,7 @@ class Course:
         await self.versions.publish(batch.version)
         with self.parts.lane.during("report"):
             self.progress.step(batch, result, await self._made(batch))
+            self.agreement.judge(batch.version.step, result.drift)
         if result.skipped:
             log.warning("step %d moved nothing: %s", batch.version.step, result.skipped)
 
@@ -193,8 +196,8 @@ class Course:
         return peers
 
     async def _train(self, batch: Batch, formed: float) -> StepResult:
-        groups = [delivery.group for delivery in batch.deliveries]
-        result = await self.worker(lambda: self.parts.trainer.train(groups, batch.version.step - 1))
+        groups, before = [delivery.group for delivery in batch.deliveries], batch.version.step - 1
+        result = await self.worker(lambda: self.parts.trainer.train(groups, before, batch.version.incarnation))
         self.progress.trained(batch, result, formed)
         return result
 

@@ -6,7 +6,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from broker.messages import Group, GroupDelivery, StepEntry, Task, Verdict
+from consumers.advantages.rewards import equal
 
 MAX_REASON = 200
 """Characters of a reason that are kept: reasons are counted by text in the balance sheet."""
@@ -64,6 +67,11 @@ def judge(group: Group) -> tuple[Verdict, str] | None:
     if not any(trajectory.loss_mask_T.any() for trajectory in group.trajectories):
         return "filtered", "no token was sampled"
     return None
+
+
+def has_signal(group: Group) -> bool:
+    """Whether its rewards, as the environment gave them, prefer any member."""
+    return not equal(np.array([trajectory.reward for trajectory in group.trajectories]))
 
 
 def failed(task: Task, reason: str) -> Group:

@@ -10,7 +10,7 @@ from consumers.asking import Admitter
 from consumers.batch import Batch
 from consumers.claim import Claim
 from consumers.evaluation import Sheet
-from consumers.ingest import SeenTasks, entry, failed, judge
+from consumers.ingest import SeenTasks, entry, failed, has_signal, judge
 from consumers.progress import Progress
 
 MOST = 32
@@ -18,6 +18,8 @@ MOST = 32
 LATE = "no producer finished it within its deadline"
 NEEDLESS = "the run made its last step without it"
 """A rollback makes a step without groups, and so leaves some that none needs."""
+NO_SIGNAL = "all its rewards are equal"
+"""With `trainer.dynamic_sampling`."""
 WHENEVER_MS = -(1 << 60)
 """Overdue by this, tasks are whatever their deadline."""
 HOPELESS = 10
@@ -27,7 +29,10 @@ HOPELESS = 10
 class Intake:
     """What has arrived and is in no batch yet. Its size is bounded by admission."""
 
-    def __init__(self, claim: Claim, admitter: Admitter, progress: Progress, seen: SeenTasks, slots: int) -> None:
+    def __init__(
+        self, claim: Claim, admitter: Admitter, progress: Progress, seen: SeenTasks, slots: int, replaced: int = 0
+    ) -> None:
+        """`replaced`: groups without signal that are replaced in one step at most."""
         self._port = claim.port
         self._fence = claim.fence
         self._books = claim.books
@@ -38,6 +43,9 @@ class Intake:
         self._most_failures = HOPELESS * slots
         self._failures = 0
         self._newest_failure = ""
+        self._most_replaced = replaced
+        self._replaced = 0
+        """Since the last batch."""
         self.sheet: Sheet | None = None
         """The evaluation that is open now."""
         self.arrived = asyncio.Event()
@@ -82,6 +90,11 @@ class Intake:
             await self._reject([(delivery, "filtered", NEEDLESS)])
             return
         self._failures = 0
+        if self._replaced < self._most_replaced and not has_signal(group):
+            # Its slot is free with the verdict, and admission asks a new prompt.
+            self._replaced += 1
+            await self._reject([(delivery, "filtered", NO_SIGNAL)])
+            return
         self._books.largest = max(self._books.largest, delivery.nbytes)
         self._seen.hold(group.task_id)
         self._batcher.add(delivery)
@@ -111,6 +124,7 @@ class Intake:
             await self._reject([(delivery, "stale", reason) for delivery, reason in stale])
         batch = self._batcher.form(books.formed, books.history, books.incarnation)
         if batch is not None:
+            self._replaced = 0
             books.took(batch)
         return batch
 

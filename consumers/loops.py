@@ -28,6 +28,7 @@ from typing import Any
 
 from broker.api import Peer
 from broker.connect import Run
+from consumers.agreement import Agreement
 from consumers.asking import Admitter
 from consumers.batch import Batcher
 from consumers.books import Books
@@ -74,7 +75,8 @@ class TrainerLoops:
         self._admitter = admitter = Admitter(
             claim, parts.config, parts.window, parts.curriculum, parts.seen, progress.admitted
         )
-        self._intake = intake = Intake(claim, admitter, progress, parts.seen, parts.window.slots)
+        replaced = parts.config.trainer.dynamic_sampling * parts.window.groups_per_step
+        self._intake = intake = Intake(claim, admitter, progress, parts.seen, parts.window.slots, replaced)
         self._rollbacks = rollbacks = Rollbacks(intake.arrived.set)
         self._course = Course(
             claim=claim,
@@ -82,6 +84,7 @@ class TrainerLoops:
             seen=parts.seen,
             progress=progress,
             troubles=troubles,
+            agreement=Agreement(parts.config, progress, troubles),
             worker=worker,
             watch=watch,
             admitter=admitter,

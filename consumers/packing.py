@@ -15,9 +15,11 @@ import numpy.typing as npt
 
 from broker.messages import Trajectory
 from headrace.policy.blocks import Block
+from headrace.version import PolicyVersion
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +37,10 @@ class Row:
     advantages_N: Float32
     lengths_N: Float32
     """Loss tokens of the target's rollout."""
+    rollouts_N: Int64
+    """Which rollout of the row the target is of, from 0. All loss tokens of a rollout are in one row."""
+    current_N: Bool
+    """Whether the version that is trained sampled the target, over keys and values of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,10 +51,11 @@ class Sample:
     advantage: float
 
 
-def pack(groups: Iterable[Sequence[Sample]], token_budget: int) -> list[Row]:
+def pack(groups: Iterable[Sequence[Sample]], token_budget: int, trained: PolicyVersion | None = None) -> list[Row]:
     """Rows of at most `token_budget` tokens, filled in order; a larger block is split between its rollouts.
 
-    A single rollout over the budget has a row of its own. Samples whose loss mask is empty are left out.
+    A single rollout over the budget has a row of its own; none is ever split. Samples whose loss mask is empty are left
+    out. `trained` is the version that is trained.
     """
     rows: list[Row] = []
     blocks: list[tuple[int, Sequence[Sample]]] = []
@@ -57,12 +64,12 @@ def pack(groups: Iterable[Sequence[Sample]], token_budget: int) -> list[Row]:
         for prefix, samples in split([s for s in group if s.trajectory.loss_mask_T[1:].any()], token_budget):
             length = block_length(prefix, samples)
             if blocks and used + length > token_budget:
-                rows.append(_row(blocks))
+                rows.append(_row(blocks, trained))
                 blocks, used = [], 0
             blocks.append((prefix, samples))
             used += length
     if blocks:
-        rows.append(_row(blocks))
+        rows.append(_row(blocks, trained))
     return rows
 
 
@@ -92,7 +99,7 @@ def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
     return limit
 
 
-def _row(blocks: list[tuple[int, Sequence[Sample]]]) -> Row:
+def _row(blocks: list[tuple[int, Sequence[Sample]]], trained: PolicyVersion | None) -> Row:
     tokens: list[npt.NDArray[np.int32]] = []
     positions: list[Int64] = []
     targets: list[tuple[npt.NDArray[Any], ...]] = []
@@ -106,11 +113,11 @@ def _row(blocks: list[tuple[int, Sequence[Sample]]]) -> Row:
             suffix_ids = sample.trajectory.token_ids_T[prefix:]
             tokens.append(suffix_ids)
             positions.append(np.arange(prefix, prefix + suffix_ids.size))
-            targets.append(_targets(sample, prefix, at, start))
+            targets.append(_targets(sample, prefix, at, start) + _origin(sample, len(targets), trained))
             start += suffix_ids.size
         places.append(Block(at, prefix, tuple(s.trajectory.token_ids_T.size - prefix for s in samples)))
         at = start
-    sources_N, targets_N, behaviour_N, advantages_N, lengths_N = (
+    sources_N, targets_N, behaviour_N, advantages_N, lengths_N, rollouts_N, current_N = (
         np.concatenate(column) for column in zip(*targets, strict=True)
     )
     return Row(
@@ -122,14 +129,15 @@ def _row(blocks: list[tuple[int, Sequence[Sample]]]) -> Row:
         behaviour_N=behaviour_N.astype(np.float32),
         advantages_N=advantages_N.astype(np.float32),
         lengths_N=lengths_N.astype(np.float32),
+        rollouts_N=rollouts_N.astype(np.int64),
+        current_N=current_N,
     )
 
 
 def _targets(sample: Sample, prefix: int, at: int, start: int) -> tuple[npt.NDArray[Any], ...]:
     """Columns of one rollout's loss tokens; its block begins at `at`, its suffix at `start`."""
     trajectory = sample.trajectory
-    chosen = np.flatnonzero(trajectory.loss_mask_T)
-    chosen = chosen[chosen > 0]  # nothing predicts the first token
+    chosen = _chosen(trajectory)
     before = chosen - 1
     return (
         np.where(before < prefix, at + before, start + before - prefix),
@@ -138,3 +146,19 @@ def _targets(sample: Sample, prefix: int, at: int, start: int) -> tuple[npt.NDAr
         np.full(chosen.size, sample.advantage),
         np.full(chosen.size, chosen.size),
     )
+
+
+def _origin(sample: Sample, number: int, trained: PolicyVersion | None) -> tuple[npt.NDArray[Any], ...]:
+    """More columns of the same tokens: the rollout's number in its row, whether the trained version sampled them."""
+    trajectory = sample.trajectory
+    current_T = np.zeros(trajectory.loss_mask_T.size, np.bool_)
+    for span in trajectory.spans:
+        current_T[span.start : span.end] = span.version == trained and span.kv == "fresh"
+    current_N = current_T[_chosen(trajectory)]
+    return np.full(current_N.size, number), current_N
+
+
+def _chosen(trajectory: Trajectory) -> npt.NDArray[np.intp]:
+    """Places of a rollout's loss tokens; nothing predicts the first token."""
+    chosen = np.flatnonzero(trajectory.loss_mask_T)
+    return chosen[chosen > 0]

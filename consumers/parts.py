@@ -21,6 +21,7 @@ from consumers.evaluation import Decode
 from consumers.ingest import SeenTasks
 from consumers.lag import Staleness
 from consumers.placing import sweep
+from consumers.reference import load_reference
 from consumers.retention import MOST_STEPS
 from consumers.trainer import Trainer
 from headrace.config import Config
@@ -122,7 +123,8 @@ def build(taken: Taken, lane: Lane) -> Parts:
     _check_digests(model_folder, record)
     model = load_model(model_folder, "float32", device_of(config.model.device))
     tokenizer = load_tokenizer(model_folder)
-    trainer = Trainer(model, config, lane)
+    reference = load_reference(config, model_folder, record.digests, device_of(config.model.device))
+    trainer = Trainer(model, config, lane, reference)
     loaded = checkpoint.load(found[1]) if found else None
     if loaded:
         checkpoint.restore(model, trainer.optimizer, loaded)
@@ -161,7 +163,8 @@ def device_of(wanted: str) -> str:
 def seen_capacity(config: Config, window: Window) -> int:
     """Task ids to remember: all that can be outstanding or lie between two checkpoints, four times over."""
     steps = min(config.checkpoint.every, MOST_STEPS) + 1
-    return 4 * (window.slots + steps * config.trainer.groups_per_step) + 1024
+    groups = config.trainer.groups_per_step * (1 + config.trainer.dynamic_sampling)
+    return 4 * (window.slots + steps * groups) + 1024
 
 
 def _check_digests(folder: Path, record: RunRecord) -> None:

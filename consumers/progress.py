@@ -206,8 +206,8 @@ class Progress:
             masked_tokens=batch.masked,
             rollouts=result.rollouts,
             without_advantage=result.without_advantage,
-            mismatch=round(result.mismatch, 4),
-            clipped=round(result.clipped, 4),
+            learning_rate=result.learning_rate,
+            **result.drift.figures(),
             skipped=result.skipped,
             trained_tokens_per_s=self.figures["tokens_per_s"],
             generated_tokens_per_s=round(generated, 1),
@@ -308,9 +308,9 @@ class Progress:
             ("loss", result.loss),
             ("reward", result.reward),
             ("grad_norm", result.grad_norm),
-            ("mismatch", result.mismatch),
-            ("clipped", result.clipped),
+            ("learning_rate", result.learning_rate),
             ("tokens_per_s", result.tokens / wall),
+            *result.drift.measured(),
         ):
             metrics.gauge(f"trainer_{name}", value)
         if result.accuracy is not None:

@@ -1,26 +1,34 @@
-"""The trainer: float32 master weights, one optimizer step per batch. Synchronous; one thread calls it."""
+"""The trainer: float32 master weights, and what one step does with a batch. Synchronous; one thread calls it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from broker.messages import Group
 from consumers.advantages import advantage
-from consumers.losses import Denominators, LossSettings, LossTokens, loss
+from consumers.advantages.rewards import overlong
+from consumers.drift import Drift, Measuring
+from consumers.forward import Forward
+from consumers.losses import method
+from consumers.losses.correction import correction
+from consumers.losses.tokens import Denominators, LossTokens
 from consumers.packing import Row, Sample, pack
-from headrace.config import Config, TrainerConfig
+from consumers.schedule import learning_rate
+from headrace.config import Config
+from headrace.config_trainer import TrainerConfig
 from headrace.policy.dtype import compute_dtype
-from headrace.policy.intensity import measured, observe, shape_of
-from headrace.policy.logprobs import packed_logprobs
-from headrace.policy.packed_attention import use_packed_attention
-from headrace.telemetry.arithmetic import Roofline, block_contexts
+from headrace.policy.intensity import measured, observe
+from headrace.telemetry.arithmetic import Roofline
 from headrace.telemetry.phases import Lane
+from headrace.version import PolicyVersion
 
 PROBE_ROWS = 512
 """Most rows of the product that decides about autocast."""
@@ -28,13 +36,15 @@ PROBE_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did."""
+    """What one step did."""
 
     loss: float
+    """Mean over its updates."""
     grad_norm: float
-    """Before clipping; 0 when there was no backward pass."""
+    """Before clipping, the largest of its updates; 0 when there was no backward pass."""
+    learning_rate: float
     reward: float
-    """Mean over rollouts."""
+    """Mean over rollouts, as the environment gave it."""
     accuracy: float | None
     """Share of right ones among the rollouts that say whether they are; None when none does."""
     rollouts: int
@@ -45,36 +55,58 @@ class StepResult:
     packed_tokens: int
     """Tokens that were computed."""
     loss_tokens: int
-    mismatch: float
-    """Mean absolute difference of log-probs between policy and sampler over the trained tokens (nats)."""
-    clipped: float
-    """Share of the trained tokens whose importance ratio is outside the clip range."""
+    drift: Drift
+    """How far the trained tokens are from their samplers."""
     skipped: str
-    """Why the optimizer did not move; empty when it did."""
+    """Why the optimizer did not move, or not at each update; empty when it did."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one optimizer update uses."""
+
+    rows: list[Row]
+    denominators: Denominators
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Log-probs of a row's targets under policies that do not change in a step, where they were asked for."""
+
+    reference_N: torch.Tensor | None
+    start_N: torch.Tensor | None
+    """Under the policy that begins the step."""
 
 
 class Trainer:
     """Model, optimizer, and what a step does with a batch of groups."""
 
-    def __init__(self, model: Any, config: Config, lane: Lane) -> None:
-        """`model` is a transformers causal LM with float32 parameters.
+    def __init__(self, model: Any, config: Config, lane: Lane, reference: Any = None) -> None:
+        """`model` is a transformers causal LM with float32 parameters, `reference` the frozen one of the KL penalty.
 
-        Raises ConfigError for an unknown advantage or loss, ModelError when the model cannot share prompts.
+        Raises ConfigError for an unknown advantage or loss, ModelError when a model cannot share prompts.
         """
         self._config: TrainerConfig = config.trainer
-        self._temperature = config.sampling.temperature
+        self._steps = config.run.steps
         self._max_tokens = config.sampling.max_new_tokens
         self._advantage = advantage(config.trainer.advantage)
-        self._loss = loss(config.trainer.loss)
-        self._settings = LossSettings.of(config.trainer)
+        self._method = method(config.trainer.loss)
+        self._settings = self._method.settings(config.trainer)
+        if self._settings.kl_coefficient and reference is None:
+            raise ValueError("a KL penalty needs a reference model")
         self._lane = lane
         self._model = model
         self._device = next(model.parameters()).device
-        self._shape = shape_of(model)
-        use_packed_attention(model)
         lane.place.device = str(self._device)
         observe(lane, str(self._device))
         self.autocast = autocast(config.trainer, model, str(self._device))
+        temperature = config.sampling.temperature
+        self._policy = Forward(model, lane, temperature, autocast=self.autocast)
+        self._reference = None
+        if reference is not None:
+            self._reference = Forward(reference, lane, temperature, autocast=self.autocast)
+        # Where a distribution was cut, log-probs differ by right.
+        self._comparable = config.sampling.top_p == 1.0 and not config.sampling.top_k
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=config.trainer.learning_rate,
@@ -98,87 +130,123 @@ class Trainer:
                 parameter.copy_(tensors[name])
         self.optimizer.state.clear()
 
-    def train(self, groups: Sequence[Group], step: int) -> StepResult:
-        """One optimizer step; `step` counts from 0 and sets the warm-up. The batch must hold a loss token.
+    def train(self, groups: Sequence[Group], step: int, incarnation: int) -> StepResult:
+        """One step of an incarnation; `step` counts from 0, and is that of the version that is trained.
 
-        A step whose loss or gradient is not finite changes nothing, and says so in `skipped`.
+        The batch must hold a loss token. An update whose loss or gradient is not finite changes nothing, and `skipped`
+        says so.
         """
         self._lane.bind()
         with self._lane.during("batch_assembly"):
-            samples = [self._samples(group) for group in groups]
-            everything = [sample for group in samples for sample in group]
-            trained = [[sample for sample in group if sample.advantage != 0.0] for group in samples]
-            rows = pack(trained, self._config.token_budget)
-        denominators = Denominators(
-            rollouts=sum(bool(sample.trajectory.loss_mask_T.any()) for sample in everything),
-            tokens=sum(int(sample.trajectory.loss_mask_T.sum()) for sample in everything),
-            max_tokens=self._max_tokens,
-        )
-        total, grad_norm, skipped = 0.0, 0.0, "no rollout has an advantage"
-        diagnostics = [0.0, 0.0]
-        with self._lane.during("forward_backward"):
-            for row in rows:
-                value, mismatch, clipped = self._accumulate(row, denominators)
-                total += value
-                diagnostics[0] += mismatch
-                diagnostics[1] += clipped
-        if rows:
-            with self._lane.during("optimizer"):
-                grad_norm, skipped = self._move(total, step)
-            self._lane.did("optimizer", self._shape.adam_flop(), self._shape.adam_bytes())
-        trained_tokens = max(1, sum(row.targets_N.size for row in rows))
-        rewards = [sample.trajectory.reward for sample in everything]
+            samples = self._samples(groups)
+            trained = [
+                [one for one in group if self._settings.regularised or one.advantage != 0.0] for group in samples
+            ]
+            version = PolicyVersion(incarnation, step) if self._comparable else None
+            shares = equal_shares(len(samples), self._config.minibatches)
+            parts = [self._part(samples[share], trained[share], version) for share in shares]
+        used = [part for part in parts if part.rows]
+        known = [self._known(part.rows) for part in used]
+        measuring = Measuring(self._settings, by_rollout=self._method.by_rollout)
+        updates: list[tuple[float, float, str]] = []
+        for part, of_part in zip(used, known, strict=True):
+            updates.append(self._update(part, of_part, measuring, step, first=not updates))
+        everything = [sample for group in samples for sample in group]
         said = [sample.trajectory.correct for sample in everything if sample.trajectory.correct is not None]
         return StepResult(
-            loss=total,
-            grad_norm=grad_norm,
-            reward=float(np.mean(rewards)),
+            loss=sum(value for value, _, _ in updates) / max(1, len(updates)),
+            grad_norm=max((norm for _, norm, _ in updates), default=0.0),
+            learning_rate=learning_rate(self._config, step, self._steps),
+            reward=float(np.mean([sample.trajectory.reward for sample in everything])),
             accuracy=float(np.mean(said)) if said else None,
             rollouts=len(everything),
-            without_advantage=len(everything) - sum(len(group) for group in trained),
+            without_advantage=sum(sample.advantage == 0.0 for sample in everything),
             tokens=sum(sample.trajectory.token_ids_T.size for sample in everything),
-            packed_tokens=sum(row.token_ids_T.size for row in rows),
-            loss_tokens=denominators.tokens,
-            mismatch=diagnostics[0] / trained_tokens,
-            clipped=diagnostics[1] / trained_tokens,
-            skipped=skipped,
+            packed_tokens=sum(row.token_ids_T.size for part in used for row in part.rows),
+            loss_tokens=sum(part.denominators.tokens for part in parts),
+            drift=measuring.drift(),
+            skipped=next((why for _, _, why in updates if why), "") if updates else "no rollout has an advantage",
         )
 
-    def _samples(self, group: Group) -> list[Sample]:
-        rewards_G = np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64)
-        advantages_G = self._advantage(rewards_G)
+    def _samples(self, groups: Sequence[Group]) -> list[list[Sample]]:
+        """The rollouts of each group with their advantages."""
+        rewards = [self._rewards(group) for group in groups]
         return [
-            Sample(trajectory, float(value)) for trajectory, value in zip(group.trajectories, advantages_G, strict=True)
+            [Sample(trajectory, float(value)) for trajectory, value in zip(group.trajectories, values_G, strict=True)]
+            for group, values_G in zip(groups, self._advantage(rewards), strict=True)
         ]
 
-    def _accumulate(self, row: Row, denominators: Denominators) -> tuple[float, float, float]:
-        """Forward and backward of one microbatch: its loss, and sums of mismatch and clipped tokens."""
-        device = self._device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-            logprobs_N = packed_logprobs(
-                self._model,
-                torch.from_numpy(row.token_ids_T).to(device),
-                torch.from_numpy(row.positions_T).to(device),
-                row.blocks,
-                torch.from_numpy(row.sources_N).to(device),
-                torch.from_numpy(row.targets_N).to(device),
-                self._temperature,
-            )
+    def _rewards(self, group: Group) -> npt.NDArray[np.float64]:
+        """[G]: as given, less what a rollout loses that is nearly too long."""
+        rewards_G = np.array([one.reward for one in group.trajectories], np.float64)
+        lengths_G = np.array(
+            [sum(span.end - span.start for span in one.spans) for one in group.trajectories], np.float64
+        )
+        buffer, penalty = self._config.overlong_buffer, self._config.overlong_penalty
+        return rewards_G + overlong(lengths_G, self._max_tokens, buffer, penalty)
+
+    def _part(self, samples: list[list[Sample]], trained: list[list[Sample]], version: PolicyVersion | None) -> Part:
+        everything = [sample.trajectory for group in samples for sample in group]
+        denominators = Denominators(
+            rollouts=sum(bool(trajectory.loss_mask_T.any()) for trajectory in everything),
+            tokens=sum(int(trajectory.loss_mask_T.sum()) for trajectory in everything),
+            max_tokens=self._max_tokens,
+        )
+        return Part(pack(trained, self._config.token_budget, version), denominators)
+
+    def _known(self, rows: Sequence[Row]) -> list[Known]:
+        """Before the first update, so that the policy is the one that begins the step."""
+        nothing: list[torch.Tensor | None] = [None] * len(rows)
+        reference = self._reference.frozen(rows, "reference_logprobs") if self._reference else nothing
+        asked = self._settings.needs_start and self._config.minibatches > 1
+        start = self._policy.frozen(rows, "proximal_logprobs") if asked else nothing
+        return [Known(*columns) for columns in zip(reference, start, strict=True)]
+
+    def _update(
+        self, part: Part, known: Sequence[Known], measuring: Measuring, step: int, *, first: bool
+    ) -> tuple[float, float, str]:
+        """Loss, gradient norm, and why the optimizer did not move. `first`: it has not moved in this step."""
+        total = 0.0
+        with self._lane.during("forward_backward"):
+            for row, of_row in zip(part.rows, known, strict=True):
+                total += self._accumulate(row, of_row, part.denominators, measuring, first=first)
+        with self._lane.during("optimizer"):
+            norm, skipped = self._move(total, step)
+        shape = self._policy.shape
+        self._lane.did("optimizer", shape.adam_flop(), shape.adam_bytes())
+        return total, norm, skipped
+
+    def _accumulate(
+        self, row: Row, known: Known, denominators: Denominators, measuring: Measuring, *, first: bool
+    ) -> float:
+        """Forward and backward of one microbatch; returns its part of the loss."""
+        policy, settings = self._policy, self._settings
+        if settings.entropy_coefficient:
+            logprobs_N, entropy_N = policy.logprobs_and_entropy(row)
+        else:
+            logprobs_N, entropy_N = policy.logprobs(row), None
+        start_N = logprobs_N.detach() if first and known.start_N is None else known.start_N
+        behaviour_N, lengths_N = policy.tensor(row.behaviour_N), policy.tensor(row.lengths_N)
+        rollouts_N = policy.tensor(row.rollouts_N)
+        weights_N = torch.ones_like(behaviour_N)
+        if settings.needs_start and start_N is not None:
+            weights_N = correction(start_N, behaviour_N, rollouts_N, lengths_N, settings)
         tokens = LossTokens(
             logprobs_N=logprobs_N,
-            behaviour_N=torch.from_numpy(row.behaviour_N).to(device),
-            advantages_N=torch.from_numpy(row.advantages_N).to(device),
-            lengths_N=torch.from_numpy(row.lengths_N).to(device),
+            behaviour_N=behaviour_N,
+            advantages_N=policy.tensor(row.advantages_N),
+            lengths_N=lengths_N,
+            rollouts_N=rollouts_N,
+            old_N=behaviour_N if settings.correction == "ratio" or start_N is None else start_N,
+            weights_N=weights_N,
+            reference_N=known.reference_N,
+            entropy_N=entropy_N,
         )
-        value = self._loss(tokens, denominators, self._settings)
+        value = self._method.loss(tokens, denominators, settings)
         value.backward()  # type: ignore[no-untyped-call]
-        contexts = sum(block_contexts(block.prefix, block.suffixes) for block in row.blocks)
-        flop = self._shape.train_flop(row.token_ids_T.size, contexts, row.targets_N.size)
-        self._lane.did("forward_backward", flop, self._shape.train_bytes(2 if self.autocast else 4))
-        difference_N = logprobs_N.detach() - tokens.behaviour_N
-        ratio_N = difference_N.exp()
-        clipped = (ratio_N < 1 - self._settings.clip_low) | (ratio_N > 1 + self._settings.clip_high)
-        return float(value.detach()), float(difference_N.abs().sum()), float(clipped.sum())
+        policy.trained(row)
+        measuring.add(tokens, row.current_N, start_N)
+        return float(value.detach())
 
     def _move(self, total: float, step: int) -> tuple[float, str]:
         """Clip and step, unless something is not finite; (gradient norm, why it was skipped)."""
@@ -190,15 +258,16 @@ class Trainer:
             skipped = "the gradient is not finite"
         else:
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self._config, step)
+                group["lr"] = learning_rate(self._config, step, self._steps)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped
 
 
-def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Linear warm-up over `warmup_steps`, then constant."""
-    return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+def equal_shares(count: int, shares: int) -> list[slice]:
+    """`count` things in order as so many parts of nearly equal size, empty ones left out."""
+    edges = [count * share // shares for share in range(shares + 1)]
+    return [slice(low, high) for low, high in pairwise(edges) if low < high]
 
 
 def autocast(config: TrainerConfig, model: Any, device: str) -> bool:

@@ -1,4 +1,5 @@
-"""Troubles: what keeps the trainer from going on, why, and since when; for its log, its heartbeat and its health."""
+"""Troubles: what keeps the trainer from going on, or from going well, why, and since when; for its log, its heartbeat
+and its health."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["checkpoint", "file", "lines", "producers"]
-"""A checkpoint that cannot be written; a file at the end; the journals; no producer is there."""
+Kind = Literal["checkpoint", "engine", "file", "lines", "producers"]
+"""A checkpoint that cannot be written; engines that compute another policy; a file at the end; the journals; no
+producer is there."""
 
 
 class Troubles:

@@ -1,6 +1,7 @@
 """The configuration tree: frozen, validated, and the same for every service of a run.
 
-How the values come together (TOML file < environment < command line) stands in `headrace/config_sources.py`.
+How the values come together (TOML file < environment < command line) stands in `headrace/config_sources.py`, the
+trainer's section in `headrace/config_trainer.py`.
 Secrets do not belong here: the tree is stored in the broker and printed by `headrace config`.
 """
 
@@ -11,49 +12,29 @@ from decimal import Decimal
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-# Every number has an upper bound: what is larger overflows a clock, a wire integer or the memory long after the start.
-WEEK_S = 7 * 86_400.0
-LARGEST_COUNT = 1_000_000_000
-LARGEST_SIZE = 1 << 24
-"""Of a context or a vocabulary, in tokens."""
-LARGEST_FACTOR = 1e12
-Threads = Annotated[int, Field(ge=1, le=1024)]
-
-LONGEST_NAME, LONGEST_PATH = 255, 3072
-"""Bytes of one part of a path and of a whole one on Linux, with room for what is put below it."""
+from headrace.config_base import (
+    LARGEST_COUNT,
+    LARGEST_FACTOR,
+    LARGEST_SIZE,
+    LONGEST_NAME,
+    WEEK_S,
+    Dtype,
+    PathText,
+    Port,
+    Section,
+    Threads,
+)
+from headrace.config_trainer import TrainerConfig, check_trainer
 
 _LABEL = re.compile("[A-Za-z0-9._-]*")
-
-
-def _possible_path(text: str) -> str:
-    """Refuse what no file system takes, or what cannot be told from "not there"."""
-    if "\0" in text:
-        raise ValueError("must not contain a null character")
-    size = len(text.encode())
-    longest = max(len(part.encode()) for part in text.split("/"))
-    if size > LONGEST_PATH or longest > LONGEST_NAME:
-        raise ValueError(f"is too long for a path: {size} bytes, the longest part {longest}")
-    return text
 
 
 def _label(text: str) -> str:
     if not _LABEL.fullmatch(text):
         raise ValueError("may have letters A to Z, digits, dots, underscores and dashes only")
     return text
-
-
-PathText = Annotated[str, AfterValidator(_possible_path)]
-"""A path, a hub id, or a `path:object` reference."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -211,30 +192,6 @@ class ProducerConfig(Section):
     """A producer told to leave finishes what it plays for at most this long."""
 
 
-class TrainerConfig(Section):
-    groups_per_step: int = Field(8, ge=1, le=4096)
-    group_size: int = Field(8, ge=1, le=4096)
-    advantage: str = "grpo"
-    loss: str = "grpo"
-    learning_rate: float = Field(1e-5, gt=0, lt=1)
-    warmup_steps: int = Field(0, ge=0, le=LARGEST_COUNT)
-    weight_decay: float = Field(0.0, ge=0, le=LARGEST_FACTOR)
-    adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
-    clip_norm: float = Field(1.0, gt=0, le=LARGEST_FACTOR)
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.2, ge=0, le=LARGEST_FACTOR)
-    importance_cap: float = Field(2.0, gt=0, le=LARGEST_FACTOR)
-    """Truncation of the importance ratio between trainer and behaviour policy."""
-    token_budget: int = Field(2048, ge=16, le=LARGEST_COUNT)
-    """Tokens of one microbatch, shared prompts counted once."""
-    autocast: Literal["auto", "bfloat16", "off"] = "auto"
-    threads: Threads = 1
-    without_producers: Literal["wait", "end"] = "wait"
-    """Whether a run that no producer plays for waits for one, or ends as failed."""
-    without_producers_s: float = Field(600.0, gt=0, le=WEEK_S)
-    """Until it ends, the time in which producers load included; a run that waits says so all the time."""
-
-
 class StalenessConfig(Section):
     max_lag: int = Field(4, ge=0, le=1024)
     """A token that is more steps behind is not trained on."""
@@ -333,6 +290,7 @@ class Config(Section):
                 f"sampling.max_new_tokens: {self.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"model.context_length = {self.model.context_length}"
             )
+        check_trainer(self.trainer, self.sampling.max_new_tokens)
         return self
 
 

@@ -28,9 +28,19 @@ def packed_logprobs(
 ) -> torch.Tensor:
     """float32 [N]: log-probability of `targets_N` after the tokens at `sources_N` of a packed row (nats).
 
-    `model` is a causal LM on which `use_packed_attention` was called. Logits are computed at `sources_N` alone, by
-    the model's own forward, so that a scale or cap that the model puts on them is in. They are divided by
-    `temperature`, as the sampler does; 0 is greedy, whose log-probs are those of temperature 1.
+    Logits are divided by `temperature`, as the sampler does; 0 is greedy, whose log-probs are those of temperature 1.
+    """
+    logits_NV = packed_logits(model, token_ids_T, positions_T, blocks, sources_N)
+    return chosen_logprobs(logits_NV, targets_N, temperature or 1.0)
+
+
+def packed_logits(
+    model: Any, token_ids_T: torch.Tensor, positions_T: torch.Tensor, blocks: Sequence[Block], sources_N: torch.Tensor
+) -> torch.Tensor:
+    """[N, V]: logits after the tokens at `sources_N` of a packed row, and nowhere else, in the type of the product.
+
+    `model` is a causal LM on which `use_packed_attention` was called. They come from the model's own forward, so that a
+    scale or cap that the model puts on them is in.
     """
     output = model(
         input_ids=token_ids_T[None],
@@ -39,7 +49,8 @@ def packed_logprobs(
         logits_to_keep=sources_N,
         packed_blocks=tuple(blocks),
     )
-    return chosen_logprobs(output.logits[0], targets_N, temperature or 1.0)
+    logits_NV: torch.Tensor = output.logits[0]
+    return logits_NV
 
 
 def chosen_logprobs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -57,7 +68,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float) -> torch.Tensor:
         norms, chosen = [], []
-        for logits, targets in zip(*_chunks(logits_NV, targets_N), strict=True):
+        for logits, targets in zip(*chunks(logits_NV, targets_N), strict=True):
             scaled = logits.float() / temperature
             norms.append(torch.logsumexp(scaled, dim=-1))
             chosen.append(scaled.gather(1, targets[:, None])[:, 0])
@@ -71,7 +82,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         logits_NV, targets_N, norm_N = ctx.saved_tensors
         scale_N = grad_N / ctx.temperature
         grad_NV = torch.empty_like(logits_NV)
-        pieces = zip(*_chunks(logits_NV, targets_N, norm_N, scale_N, grad_NV), strict=True)
+        pieces = zip(*chunks(logits_NV, targets_N, norm_N, scale_N, grad_NV), strict=True)
         for logits, targets, norm, scale, grad in pieces:
             weights = (logits.float() / ctx.temperature).sub_(norm[:, None]).exp_().mul_(-scale[:, None])
             weights.scatter_add_(1, targets[:, None], scale[:, None])
@@ -79,6 +90,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         return grad_NV, None, None
 
 
-def _chunks(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+def chunks(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Each tensor in pieces of so many rows as are in float32 at a time."""
     size = CHUNK if tensors[0].device.type == "cpu" else CHUNK_DEVICE
     return [torch.split(tensor, size) for tensor in tensors]

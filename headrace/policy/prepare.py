@@ -40,25 +40,23 @@ HUB_FILES = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, key: str = "model.path") -> Path:
     """The folder of a causal language model with its tokenizer.
 
     `path` is "smollm2" (converted at the first call, which takes about half a minute), a local folder, or a hub
-    id such as "HuggingFaceTB/SmolLM2-135M-Instruct" (downloaded at the first call).
+    id such as "HuggingFaceTB/SmolLM2-135M-Instruct" (downloaded at the first call). `key` is where it was given.
     Raises ModelError when it is missing, is not a causal LM in safetensors, or has no tokenizer.
     """
     if path == SMOLLM2:
         return prepare_smollm2()
-    folder = at_home(path, "model.path")
+    folder = at_home(path, key)
     if folder.is_dir():
-        return _checked(folder, path)
+        return _checked(folder, path, key)
     if folder.exists():
-        raise ModelError(f"model.path = {path!r} is a file; name the folder that holds config.json and the weights")
+        raise ModelError(f"{key} = {path!r} is a file; name the folder that holds config.json and the weights")
     if HUB_ID.fullmatch(path):
-        return _checked(_download(path), path)
-    raise ModelError(
-        f"model.path = {path!r} does not exist; name a local folder, a hub id as owner/name, or {SMOLLM2!r}"
-    )
+        return _checked(_download(path, key), path, key)
+    raise ModelError(f"{key} = {path!r} does not exist; name a local folder, a hub id as owner/name, or {SMOLLM2!r}")
 
 
 def cache_folder() -> Path:
@@ -176,7 +174,7 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -184,26 +182,24 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), etag_timeout=10))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model.path = {hub_id!r} is no local folder, and the hub does not give it: {reason}"
-        ) from error
+        raise ModelError(f"{key} = {hub_id!r} is no local folder, and the hub does not give it: {reason}") from error
 
 
-def _checked(folder: Path, path: str) -> Path:
+def _checked(folder: Path, path: str, key: str) -> Path:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"model.path = {path!r} has no config.json; name the folder of a Hugging Face model") from None
+        raise ModelError(f"{key} = {path!r} has no config.json; name the folder of a Hugging Face model") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path = {path!r}: config.json cannot be read: {error}") from error
+        raise ModelError(f"{key} = {path!r}: config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ModelError(f"model.path = {path!r}: config.json cannot be read: it is no JSON object")
+        raise ModelError(f"{key} = {path!r}: config.json cannot be read: it is no JSON object")
     architectures = config.get("architectures") or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         kind = ", ".join(architectures) or "a model without architecture"
-        raise ModelError(f"model.path = {path!r} is {kind}, not a causal language model")
+        raise ModelError(f"{key} = {path!r} is {kind}, not a causal language model")
     if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model.path = {path!r} has no .safetensors weights, the only kind that is loaded")
+        raise ModelError(f"{key} = {path!r} has no .safetensors weights, the only kind that is loaded")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"model.path = {path!r} has no tokenizer; save one there with tokenizer.save_pretrained")
+        raise ModelError(f"{key} = {path!r} has no tokenizer; save one there with tokenizer.save_pretrained")
     return folder

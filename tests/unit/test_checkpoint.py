@@ -20,7 +20,8 @@ from consumers import checkpoint
 from consumers.checkpoint import Checkpoints, RunPosition
 from consumers.export import check_place, export
 from consumers.trainer import Trainer
-from headrace.config import Config, TrainerConfig
+from headrace.config import Config
+from headrace.config_trainer import TrainerConfig
 from headrace.errors import CheckpointError
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
@@ -65,10 +66,10 @@ def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path: Path) -> None:
     net = model()
     one = trainer(net)
     for step in range(2):
-        one.train([group(step)], step)
+        one.train([group(step)], step, 1)
     folder = save(tmp_path, net, one, 2)
     torch.rand(3)
-    expected = [one.train([group(step)], step).loss for step in range(2, 5)]
+    expected = [one.train([group(step)], step, 1).loss for step in range(2, 5)]
 
     fresh = model(seed=9)
     two = trainer(fresh)
@@ -77,7 +78,7 @@ def test_going_on_from_a_checkpoint_is_bit_identical(tmp_path: Path) -> None:
     assert (loaded.position.cursor, loaded.position.seen) == (7, {"a": "trained", "b": "stale"})
     assert list(loaded.position.seen) == ["a", "b"], "the oldest first"
     assert loaded.config == {"run": {"seed": 1}}
-    assert [two.train([group(step)], step).loss for step in range(2, 5)] == expected
+    assert [two.train([group(step)], step, 1).loss for step in range(2, 5)] == expected
     for name, tensor in one.parameters().items():
         assert torch.equal(tensor, two.parameters()[name]), name
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from broker.messages import Group, Trajectory, VersionSpan
-from consumers.losses import Denominators, LossSettings, LossTokens
-from consumers.trainer import StepResult, Trainer, learning_rate
-from headrace.config import Config, TrainerConfig
+from consumers.losses.tokens import Denominators, LossSettings, LossTokens, Method
+from consumers.trainer import StepResult, Trainer
+from headrace.config import Config
+from headrace.config_trainer import TrainerConfig
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
 from tests.tiny import tiny_llama
@@ -46,7 +47,7 @@ def weights(one: Trainer) -> torch.Tensor:
 
 
 def run(one: Trainer, groups: list[Group], steps: int = 1) -> list[StepResult]:
-    return [one.train(groups, step) for step in range(steps)]
+    return [one.train(groups, step, 1) for step in range(steps)]
 
 
 GROUPS = [group([1, 0, 0, 1], 1), group([0.3, 1, 0, 0], 2), group([0, 0, 1, 0], 3)]
@@ -110,8 +111,8 @@ def test_a_batch_without_any_advantage_moves_nothing() -> None:
 def test_accuracy_is_what_the_environment_says_whatever_the_reward() -> None:
     members = group([0.5, 0.0, 0.2], 1).trajectories
     said = [replace(member, correct=correct) for member, correct in zip(members, (True, False, None), strict=True)]
-    assert trainer().train([replace(group([1], 1), trajectories=tuple(said))], 0).accuracy == 0.5
-    assert trainer().train([group([0.5, 0.0], 1)], 0).accuracy is None
+    assert trainer().train([replace(group([1], 1), trajectories=tuple(said))], 0, 1).accuracy == 0.5
+    assert trainer().train([group([0.5, 0.0], 1)], 0, 1).accuracy is None
 
 
 def infinite(tokens: LossTokens, denominators: Denominators, settings: LossSettings) -> torch.Tensor:
@@ -126,14 +127,14 @@ def bent(tokens: LossTokens, denominators: Denominators, settings: LossSettings)
 @pytest.mark.parametrize(("name", "what"), [("infinite", "loss"), ("bent", "gradient")])
 def test_a_step_that_is_not_finite_is_skipped(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer()
-    monkeypatch.setattr(one, "_loss", globals()[name])
+    monkeypatch.setattr(one, "_method", Method(globals()[name]))
     before = weights(one).clone()
     (result,) = run(one, GROUPS)
     assert result.skipped == f"the {what} is not finite"
     assert torch.equal(before, weights(one))
     monkeypatch.undo()
     after = trainer()
-    assert one.train(GROUPS, 1).loss == after.train(GROUPS, 1).loss, "a skipped step leaves no gradient behind"
+    assert one.train(GROUPS, 1, 1).loss == after.train(GROUPS, 1, 1).loss, "a skipped step leaves no gradient behind"
 
 
 def test_autocast_stays_close_to_float32() -> None:
@@ -144,11 +145,5 @@ def test_autocast_stays_close_to_float32() -> None:
 
 def test_mismatch_is_the_distance_to_the_sampler() -> None:
     near, far = (run(trainer(), [group([1, 0], 1, behaviour)])[0] for behaviour in (-4.6, -9.6))
-    assert near.mismatch < 1.0 < far.mismatch
-    assert far.clipped == 1.0
-
-
-def test_warm_up_is_linear_then_constant() -> None:
-    config = TrainerConfig(learning_rate=1e-3, warmup_steps=4)
-    assert [learning_rate(config, step) for step in (0, 1, 3, 50)] == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3])
-    assert learning_rate(TrainerConfig(learning_rate=1e-3), 0) == 1e-3
+    assert near.drift.mismatch < 1.0 < far.drift.mismatch
+    assert far.drift.clipped == 1.0

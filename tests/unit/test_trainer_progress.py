@@ -13,6 +13,7 @@ from broker.api import Balance, Peer, QueueDepths
 from broker.messages import Group, GroupDelivery, Trajectory, VersionSpan
 from consumers import evaluation
 from consumers.batch import Batch
+from consumers.drift import Drift
 from consumers.evaluation import Example, Result, Sheet, paired
 from consumers.progress import Progress, difference
 from consumers.trainer import StepResult
@@ -99,8 +100,8 @@ def result(**more: object) -> StepResult:
         "tokens": 100,
         "packed_tokens": 40,
         "loss_tokens": 10,
-        "mismatch": 0.01,
-        "clipped": 0.1,
+        "learning_rate": 1e-5,
+        "drift": Drift(mismatch=0.01, clipped=0.1, ratios=(0.5, 1.0, 1.5), engine_kl=0.002, engine_tokens=7),
         "skipped": "",
     }
     return StepResult(**{**fields, **more})  # type: ignore[arg-type]

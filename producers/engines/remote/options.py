@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
-from headrace.config import WEEK_S, Section
+from headrace.config_base import WEEK_S, Section
 from headrace.errors import ConfigError
 from producers.engines.remote.checksums import Verify
 
