@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
 from headrace.version import PolicyVersion
 from producers.engines.remote.options import parsed
@@ -19,6 +20,9 @@ from tests.remote_engines import FIRST, PROMPT, SECOND, apart, ask, letters, sco
 from tests.sglang_servers import tiny_spec
 from tests.support import wait_until
 from tests.tiny import tiny_llama
+
+pytestmark = pytest.mark.timeout(900)
+"""It starts three servers, each for a minute where others use the machine."""
 
 
 def pid_of(replica: SglangReplica) -> int:
