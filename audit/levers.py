@@ -140,7 +140,7 @@ def _producers(rates: Rates, split: Split | None, bottleneck: Bottleneck) -> Ite
         yield Lever(
             "producers",
             then.samples_per_device_hour / now.samples_per_device_hour,
-            f"{then.producers} producers make {split.gain:.2f} times the samples per second that {now.producers} make",
+            f"{split.gain:.2f} times the samples per second, with {then.producers} instead of {now.producers}",
             f"`headrace scale producer {then.producers}`",
         )
 

@@ -32,7 +32,8 @@ h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1.1rem; margin: 0 0 .4rem }
 main { display: grid; gap: 1.6rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)) }
 section { min-width: 0 } .wide { grid-column: 1 / -1 } figure { margin: 0 }
 svg { width: 100%; max-width: 34rem; height: auto; display: block }
-.pair { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)) } svg text { font-size: 11px; fill: var(--ink) }
+.pair { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)) }
+svg text { font-size: 11px; fill: var(--ink) }
 svg .grid { stroke: var(--line) }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem .9rem; font-size: .85rem; margin: .4rem 0 }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px }

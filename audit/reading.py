@@ -129,6 +129,7 @@ def _group(
     taken = said.get("taken", published)
     asked, step = admitted.get(str(line["task"]), (taken, -1))
     first = next((swap.end for swap in swaps if swap.step >= step - reserve), taken)
+    ready = said.get("begun", max(taken, first))
     started = said.get("first_token", published)
     decoded = max(started, said.get("decoded", published))
     tokens = int(line.get("tokens") or 0)
@@ -136,10 +137,10 @@ def _group(
         task=str(line["task"]),
         producer=service,
         kind=str(line.get("kind", "train")),
-        outcome=str(line.get("outcome", "played")),
+        outcome="played" if line.get("outcome") in ("published", "repeated") else str(line.get("outcome")),
         admitted=min(asked, taken),
         taken=taken,
-        ready=min(max(taken, first), started),
+        ready=min(ready, started),
         started=started,
         decoded=decoded,
         scored=max(decoded, said.get("scored", published)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from audit.rates import Rates
 
-HEADROOM = 0.1
+HEADROOM = 0.05
 """Of a producer's rate, for lengths that differ from step to step."""
 MOST = 64
 """Producers that are considered beyond those that there are."""

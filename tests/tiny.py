@@ -36,12 +36,12 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return model.float().eval()
 
 
-def save_tiny_llama(folder: Path, seed: int = 0) -> Path:
+def save_tiny_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """The same as a Hugging Face folder with its tokenizer."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tiny_llama(seed).save_pretrained(folder)
+    tiny_llama(seed, **changes).save_pretrained(folder)
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

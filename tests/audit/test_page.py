@@ -110,4 +110,4 @@ async def test_it_reads_well_in_a_browser(width: int, tmp_path: Path) -> None:
     assert shown.complaints() == []
     assert len(picture) > 10_000
     if kept := os.environ.get("HEADRACE_TEST_SCREENSHOTS"):
-        Path(kept, f"audit-{width}.png").write_bytes(picture)
+        Path(kept, f"audit-{width}.png").write_bytes(picture)  # noqa: ASYNC240 - for a person who looks at it
