@@ -15,8 +15,9 @@ import psutil
 from tests.support import wait_here
 
 CHECKOUT = Path(__file__).parent.parent
-MARK = "HEADRACE_LAUNCHED_BY"
-"""In the environment of every process that a test starts, and so of theirs."""
+MARK = "LAUNCHED_BY_TEST"
+"""In the environment of every process that a test starts, and so of theirs. Its name is none of headrace's own, as the
+servers that a producer starts are not given those."""
 
 
 class Launches:

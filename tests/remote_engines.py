@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -123,11 +124,17 @@ def launching(folder: Path) -> Iterator[Launches]:
         made.close()
 
 
-def trained(launched: Launches, config: str, steps: int) -> None:
-    """A whole run makes its steps with the log-probs that a server gave, and leaves nothing behind."""
+def trained(launched: Launches, config: str, steps: int, server: str = "") -> None:
+    """A whole run makes its steps with the log-probs that a server gave, and leaves nothing behind.
+
+    `server`: a word in the command of a server that the run starts.
+    """
     file = launched.folder / "run.toml"
     file.write_text(config)
     process = launched.up("--config", str(file))
+    if server:
+        # Else it would not be missed at the end.
+        wait_here(lambda: runs(launched, server), "it is there", PATIENCE_S)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (err, process.returncode) == ("", 0), out
     assert launched.steps() == list(range(1, steps + 1))
@@ -139,6 +146,15 @@ def trained(launched: Launches, config: str, steps: int) -> None:
     assert launched.summary()["balance"]["train"]["verdicts"]["trained"] == GROUPS * steps
     wait_here(lambda: launched.processes() == [], "the server went with its producer")
     assert launched.segments == []
+
+
+def runs(launched: Launches, word: str) -> bool:
+    """Whether a process with that word in its command does."""
+    for process in launched.processes():
+        with suppress(psutil.NoSuchProcess):
+            if word in process.cmdline():
+                return True
+    return False
 
 
 def run_config(model: Path, engine: str, steps: int, max_lag: int, options: str) -> str:

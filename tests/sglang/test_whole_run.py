@@ -27,7 +27,9 @@ server_env = {{ {env} }}
 @pytest.mark.timeout(900)
 def test_twenty_steps_with_updates_in_flight(sglang_model: Path, tmp_path: Path) -> None:
     with launching(tmp_path) as launched:
-        trained(launched, run_config(sglang_model, "sglang", STEPS, 4, options(sglang_model)), STEPS)
+        trained(
+            launched, run_config(sglang_model, "sglang", STEPS, 4, options(sglang_model)), STEPS, "sglang.launch_server"
+        )
         (log,) = (launched.run / "logs").glob("sglang-*.log")
         text = log.read_text()
     assert text.count('"POST /update_weights_from_disk HTTP/1.1" 200') > STEPS / 3

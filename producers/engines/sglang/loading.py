@@ -81,10 +81,11 @@ class Capabilities:
         return None
 
 
-async def capabilities(client: SglangClient) -> Capabilities:
-    """Ask the server. Raises what the client raises."""
+async def capabilities(client: SglangClient, info: Mapping[str, Any] | None = None) -> Capabilities:
+    """Ask the server. `info` is what it says of itself, where that is known. Raises what the client raises."""
     routes = frozenset((await client.openapi()).get("paths", {}))
-    info = await client.server_info()
+    if info is None:
+        info = await client.server_info()
     return described(routes, info, same_host=on_this_host(client.url))
 
 

@@ -66,7 +66,7 @@ class SglangReplica(Replica):
         if self._updater is not None:
             await self._updater.close()
         options = self._options
-        found = await capabilities(self.client)
+        found = await capabilities(self.client, self.info)
         self._updater = Updater(self.client, found, options.kv, options.means, options.verify)
         running = int(self.info.get("max_running_requests") or 0) * int(self.info.get("dp_size") or 1)
         self.running = running or self._slots
