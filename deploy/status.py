@@ -19,6 +19,7 @@ from deploy.troubles import troubles
 
 NEARLY_FULL = 0.9
 """Of its memory."""
+MOST_COLUMNS = 1000
 
 
 async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
@@ -92,6 +93,8 @@ def _process(peer: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def show(console: Console, status: dict[str, Any]) -> None:
+    # The table is as wide as it is, also on a narrow terminal and in a pipe: a name that is cut names nothing.
+    console.width = MOST_COLUMNS
     reason = f" ({printable(status['reason'])})" if status["reason"] else ""
     console.print(f"run {status['run']}: {status['status']}{reason}, step {status['step']}", markup=False)
     console.print(_processes(status["processes"], seen=not status["refusal"]))

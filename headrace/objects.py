@@ -88,7 +88,7 @@ def _from_file(file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
-        raise _NotThere(f"file {file} does not exist")
+        raise _NotThere(f"file {file} does not exist; files are found from the folder where headrace is called")
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise _NotThere(f"file {file} is not a Python file")

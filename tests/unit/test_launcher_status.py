@@ -84,7 +84,7 @@ def test_a_redis_that_is_nearly_full_is_said() -> None:
 
 
 def test_reasons_are_shown_as_they_are() -> None:
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=40, soft_wrap=True)
     reasons = {"dead: [x] {\x1b": 1}
     sheet = {"admitted": 1, "outstanding": 0, "closed": True, "verdicts": {"dead": 1}, "reasons": reasons}
     queues = {"tasks_waiting": 0, "tasks_held": 0, "groups_waiting": 0, "groups_held": 0, "dead": 1}
@@ -107,3 +107,4 @@ def test_reasons_are_shown_as_they_are() -> None:
     assert "run r: failed ([red]no), step 3" in said
     assert "    1 dead: [x] {\\x1b\n" in said
     assert "1 dead: see [it]" in said
+    assert "…" not in said, "nothing is cut"
