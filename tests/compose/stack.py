@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from headrace.version import PolicyVersion
+
 CHECKOUT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 """Of one wait, on a machine that others share."""
@@ -77,11 +79,12 @@ class Stack:
 
     def step(self) -> int:
         """The newest that the trainer has made, from its own lines: no other service need live to know."""
-        return self.steps()[-1]
+        return self.versions()[-1].step
 
-    def steps(self) -> list[int]:
+    def versions(self) -> list[PolicyVersion]:
+        """Of all steps that were made, in the order in which they were."""
         lines = self.execute("trainer", "cat", "/runs/run/steps.jsonl").split("\n")[:-1]
-        return [json.loads(line)["step"] for line in lines]
+        return [PolicyVersion.parse(json.loads(line)["version"]) for line in lines]
 
     def producers(self) -> dict[str, dict[str, Any]]:
         """Those that live, by name: their newest heartbeat."""
