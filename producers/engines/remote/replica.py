@@ -90,7 +90,7 @@ class Replica(abc.ABC):
         self._offered = asyncio.Event()
         self._weights = asyncio.Lock()
         self._doubt = asyncio.Event()
-        self._doubts = self._failures = self._refusals = self._updates = 0
+        self._doubts = self._failures = self._refusals = self._loads = 0
 
     @property
     def takes(self) -> bool:
@@ -119,7 +119,7 @@ class Replica(abc.ABC):
             if self.state != "serving" or self.version == offer.version:
                 return 0.0
             self._enter("updating")
-            self._updates += 1
+            self._loads += 1
             try:
                 seconds = await self._bring(offer, reload=False)
             except UpdateFailed as error:
@@ -227,13 +227,13 @@ class Replica(abc.ABC):
             if self._is("broken"):
                 raise ServerBroken(self.why)
             looks += 1
-            doubted, updates = self._doubt.is_set(), self._updates
+            doubted, loads = self._doubt.is_set(), self._loads
             try:
                 await self._look()
                 if doubted or looks % LOOKS_PER_CHECK == 0:
                     await self._check()
             except ServerGone:
-                if self._updates == updates:
+                if self._loads == loads:
                     raise
                 continue
             if doubted and not self._is("broken"):
