@@ -127,7 +127,7 @@ def test_killed_with_signal_9_it_is_restarted_and_the_run_goes_on(running: Stack
     wait_here(lambda: closed(running.status()), "the balance sheet closes", PATIENCE_S)
 
 
-@pytest.mark.parametrize("service", ["weights", "trainer", "producer"])
+@pytest.mark.parametrize("service", SERVICES)
 def test_stopped_and_started_the_run_goes_on(running: Stack, service: str) -> None:
     running.compose("stop", service)
     assert running.inspect(service)["State"]["ExitCode"] == 0
