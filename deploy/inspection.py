@@ -95,13 +95,16 @@ def _in_child(question: str, reply: IO[bytes], chatter: IO[bytes]) -> int:
 
 def facts_of(config: Config) -> Facts:
     """What `inspect` returns, found in this process."""
+    from consumers.reference import reference_folder
     from headrace.policy.loading import model_digests
     from headrace.policy.prepare import resolve_model
 
     folder = resolve_model(config.model.path).resolve()
+    digests = model_digests(folder)
+    reference_folder(config, folder, digests)
     sizes = dataset_sizes(config)
     check_names(config, sizes)
-    return Facts(str(folder), model_digests(folder), vocab_size(folder, config.model.path), sizes)
+    return Facts(str(folder), digests, vocab_size(folder, config.model.path), sizes)
 
 
 def check_names(config: Config, sizes: Mapping[str, int]) -> None:

@@ -19,6 +19,7 @@ from deploy.progress import newest_step
 from deploy.run_folder import RunFolder, check_run_id, local_runs, new_run_id
 from headrace.config import BrokerConfig, Config
 from headrace.config_sources import Resolved, flatten, resolve
+from headrace.config_trainer import INITIAL
 from headrace.errors import ConfigError, HeadraceError, ServiceError
 from headrace.files import at_home, write_json
 from headrace.words import counted
@@ -195,9 +196,10 @@ def merged(stored: dict[str, Any], resolved: Resolved) -> tuple[Config, tuple[st
 def localized(config: Config) -> Config:
     """With absolute paths where a value is a file or folder of this machine: services may start in another folder."""
     tree = config.model_dump(mode="json")
-    model = at_home(config.model.path, "model.path")
-    if model.is_dir():
-        tree["model"]["path"] = str(model.absolute())
+    for section, key in (("model", "path"), ("trainer", "reference")):
+        folder = at_home(tree[section][key], f"{section}.{key}")
+        if folder.is_dir() and tree[section][key] != INITIAL:
+            tree[section][key] = str(folder.absolute())
     tree["run"]["folder"] = str(at_home(config.run.folder, "run.folder").absolute())
     for environment in tree["environments"]:
         for named in (environment, *environment["reward"]):

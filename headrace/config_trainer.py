@@ -10,6 +10,8 @@ from pydantic import Field, PlainValidator
 from headrace.config_base import LARGEST_COUNT, LARGEST_FACTOR, WEEK_S, PathText, Section, Threads
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+INITIAL = "initial"
+"""The reference model that the run begins with."""
 GLOBAL_ADVANTAGES = ("reinforce_pp",)
 """Advantages that compare with the whole batch: under these a group of equal rewards has a signal, too."""
 
@@ -65,7 +67,7 @@ class TrainerConfig(Section):
     mask_high: float = Field(2.0, ge=1, le=LARGEST_FACTOR)
     kl_coefficient: float = Field(0.0, ge=0, le=LARGEST_FACTOR)
     """Weight of the KL penalty against the reference model; 0 loads none."""
-    reference: PathText = "initial"
+    reference: PathText = INITIAL
     """The reference model, a folder or hub id; "initial" is the model that the run begins with."""
     entropy_coefficient: float = Field(0.0, ge=0, le=LARGEST_FACTOR)
     """Weight of the entropy bonus."""

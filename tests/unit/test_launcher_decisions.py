@@ -173,19 +173,23 @@ def test_keys_that_may_change_exist() -> None:
 def test_files_and_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
+    (tmp_path / "initial").mkdir()
     (tmp_path / "env.py").touch()
     overrides = [
         "model.path=model",
+        "trainer.reference=model",
         'environments=[{name="env.py:Mine", reward="env.py:score"}, {name="pkg.mod:Other"}]',
         "evaluation.environment=env.py:Mine",
     ]
     config = localized(resolve(None, {}, overrides).config)
     assert config.model.path == str(tmp_path / "model")
+    assert config.trainer.reference == str(tmp_path / "model")
     assert config.run.folder == str(tmp_path / "runs")
     assert [entry.name for entry in config.environments] == [f"{tmp_path}/env.py:Mine", "pkg.mod:Other"]
     assert config.evaluation.environment == config.environments[0].name
     assert config.environments[0].reward[0].name == f"{tmp_path}/env.py:score"
     assert localized(resolve(None, {}, ["model.path=owner/model"]).config).model.path == "owner/model"
+    assert localized(resolve(None, {}, ()).config).trainer.reference == "initial", "a word, also where a folder has it"
 
 
 def test_runs_that_begin_in_one_second_have_ids_of_their_own() -> None:

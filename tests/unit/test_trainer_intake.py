@@ -24,7 +24,7 @@ from consumers.claim import Claim
 from consumers.curriculum import Curriculum, Source
 from consumers.evaluation import Sheet
 from consumers.ingest import SeenTasks
-from consumers.intake import LATE, NEEDLESS, Intake
+from consumers.intake import LATE, NEEDLESS, NO_SIGNAL, Intake
 from consumers.lag import History, Staleness
 from consumers.progress import Progress
 from consumers.troubles import Troubles
@@ -86,7 +86,8 @@ class Side:
         return trained
 
 
-def played(delivery: TaskDelivery, version: PolicyVersion, outcome: str = "played") -> Group:
+def played(delivery: TaskDelivery, version: PolicyVersion, outcome: str = "played", other: float = 1.0) -> Group:
+    """Two rollouts, of reward 1 and `other`."""
     mask = np.array([False, True])
     one = Trajectory(np.zeros(2, np.int32), np.zeros(2, np.float32), mask, (VersionSpan(1, 2, version),), 1.0, "stop")
     common = {
@@ -98,7 +99,7 @@ def played(delivery: TaskDelivery, version: PolicyVersion, outcome: str = "playe
         "producer": "p",
     }
     if outcome == "played":
-        return Group(**common, trajectories=(one, one))
+        return Group(**common, trajectories=(one, replace(one, reward=other)))
     return Group(**common, trajectories=(), outcome=outcome, error=f"{outcome} by rule")
 
 
@@ -124,7 +125,9 @@ async def begun(record: RunRecord, folder: Path, **sections: dict[str, object]) 
     window = Window(2, config.staleness.max_lag, STEPS)
     admitter = Admitter(claim, config, window, Curriculum(0, (Source("arithmetic", 50),)), seen)
     progress = Progress(folder, Lane("trainer", "load"), Metrics("r", "trainer"), 1, ("arithmetic",))
-    return Side(port, claim, admitter, Intake(claim, admitter, progress, seen, window.slots), seen, progress)
+    replaced = config.trainer.dynamic_sampling * window.groups_per_step
+    intake = Intake(claim, admitter, progress, seen, window.slots, replaced)
+    return Side(port, claim, admitter, intake, seen, progress)
 
 
 Begin = Callable[..., Awaitable[Side]]
@@ -286,6 +289,45 @@ async def test_a_run_in_which_everything_fails_ends(side: Begin) -> None:
     assert made.intake.hopeless == "", "one that can be used is reason to go on"
 
 
+async def test_groups_without_signal_are_replaced_by_new_prompts_up_to_a_bound(side: Begin) -> None:
+    """Steps of 2 groups, of which 4 may be replaced; 4 slots."""
+    made = await side(trainer={"dynamic_sampling": 2})
+    version = PolicyVersion(1, 0)
+    await made.admitter.fill()
+    first = await made.port.take("p", 99, 0)
+    for delivery, other in zip(first, (1.0, 0.0, 1.0, 1.0), strict=True):
+        await made.port.publish("p", delivery, played(delivery, version, other=other))
+    await made.intake.take(0)
+    sheet = await made.balance()
+    assert (len(made.books.batcher), sheet.outstanding) == (1, 1)
+    assert (sheet.verdicts, sheet.reasons) == ({"filtered": 3}, {f"filtered: {NO_SIGNAL}": 3})
+    assert sheet.closed
+    assert made.books.slots.is_set(), "who admits is woken"
+
+    assert await made.admitter.fill() == 3
+    again = await made.port.take("p", 99, 0)
+    assert {delivery.task.index for delivery in again}.isdisjoint(delivery.task.index for delivery in first)
+    for delivery in again[:2]:
+        await made.port.publish("p", delivery, played(delivery, version))
+    await made.intake.take(0)
+    assert (await made.balance()).verdicts == {"filtered": 4}, "the fifth is taken as it is"
+    assert len(await made.train()) == 2
+
+    await made.port.publish("p", again[2], played(again[2], version))
+    await made.intake.take(0)
+    sheet = await made.balance()
+    assert sheet.verdicts == {"filtered": 5, "trained": 2}, "the next step may replace as many"
+    assert sheet.closed
+
+
+async def test_groups_without_signal_are_taken_where_nothing_else_was_asked_for(side: Begin) -> None:
+    made = await side()
+    await made.admitter.fill()
+    await made.play()
+    await made.intake.take(0)
+    assert len(made.books.batcher) == 4
+
+
 @dataclass
 class Turns:
     """Things that happen to a run, in any order."""
@@ -316,12 +358,20 @@ acts = st.sampled_from(["fill", "old", "new", "stale", "failed", "take", "train"
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(acts, st.integers(1, 3)), max_size=60), st.sampled_from(["drop", "mask"]))
-async def test_every_task_has_one_verdict_and_the_slots_are_kept(turns: list[tuple[str, int]], stale: str) -> None:
+@given(
+    st.lists(st.tuples(acts, st.integers(1, 3)), max_size=60),
+    st.sampled_from(["drop", "mask"]),
+    st.sampled_from([0, 1]),
+)
+async def test_every_task_has_one_verdict_and_the_slots_are_kept(
+    turns: list[tuple[str, int]], stale: str, dynamic: int
+) -> None:
     digests = {"model": "m" * 32, "tokenizer": "t" * 32, "chat_template": "c" * 32}
     record = RunRecord("sides", 2, {}, digests, vocab_size=100, dataset_sizes={"train/arithmetic": 50})
     with tempfile.TemporaryDirectory() as folder:
-        run = Turns(await begun(record, Path(folder), staleness={"stale": stale}))
+        run = Turns(
+            await begun(record, Path(folder), staleness={"stale": stale}, trainer={"dynamic_sampling": dynamic})
+        )
         for act, count in turns:
             await run.turn(act, count)
             sheet = await run.side.balance()
