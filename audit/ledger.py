@@ -112,7 +112,7 @@ def read(folder: Path, offsets: Mapping[str, float] | None = None) -> Ledger:
 def of(journals: Mapping[str, Iterable[Line]], offsets: Mapping[str, float]) -> Ledger:
     """The same from lines by the name of their journal."""
     accounts: dict[tuple[str, str, str, int], _Account] = {}
-    deaths: dict[tuple[str, int], float] = {}
+    lives: dict[tuple[str, int], tuple[float, float]] = {}
     for journal, lines in journals.items():
         offset = offsets.get(journal, 0.0)
         for line in lines:
@@ -126,9 +126,11 @@ def of(journals: Mapping[str, Iterable[Line]], offsets: Mapping[str, float]) -> 
                     if known := accounts.get((journal, str(lane), str(line["host"]), int(line["pid"]))):
                         known.still(float(line["until"]) + offset)
             elif journal == LAUNCHER and line.get("event") == "exited":
-                deaths[str(line["service"]), int(line["pid"])] = float(line["at"]) + offset
+                process = str(line["service"]), int(line["pid"])
+                lives[process] = float(line["began"]) + offset, float(line["at"]) + offset
     filled = [account for account in accounts.values() if account.pieces]
-    _add_lost(filled, deaths)
+    _add_lost(filled, {process: end for process, (_, end) in lives.items()})
+    filled += _unrecorded(filled, lives)
     return Ledger(
         lanes=tuple(_refined(filled)),
         estimated=frozenset((a.service, str(a.newest["lane"])) for a in filled if a.newest.get("estimated")),
@@ -164,6 +166,19 @@ def _add_lost(accounts: list[_Account], deaths: Mapping[tuple[str, int], float])
             death = min(end + UNSEEN_S, max(end, min(later))) if later else end
         if death - end > JOIN_S:
             account.pieces.append(Piece(end, death, EXIT if account.ended else LOST))
+
+
+def _unrecorded(accounts: list[_Account], lives: Mapping[tuple[str, int], tuple[float, float]]) -> list[_Account]:
+    """Device lanes of processes that were killed before they wrote anything: those that others of the service had."""
+    recorded = {(account.service, int(account.newest["pid"])) for account in accounts}
+    found = []
+    for (service, pid), (begin, end) in lives.items():
+        if (service, pid) in recorded or end <= begin:
+            continue
+        lanes = {a.newest["lane"]: a.newest for a in accounts if a.service == service and a.newest["kind"] == "device"}
+        for newest in lanes.values():
+            found.append(_Account(service, {**newest, "pid": pid}, [Piece(begin, end, LOST)]))
+    return found
 
 
 def _refined(accounts: list[_Account]) -> list[Lane]:

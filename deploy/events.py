@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from deploy.processes import Child
 from deploy.screen import Screen
 from headrace.errors import ServiceError
 from headrace.telemetry.clock import now
@@ -31,10 +32,9 @@ class Events:
         self._screen.event(part, event, text)
         self._write(event, f"{part} {event} ({text})", part=part, text=text)
 
-    def exited(self, name: str, pid: int, code: int) -> None:
-        """When a process ended: what it had not recorded by then is lost (docs/audit.md)."""
-        text = f"its process {pid} ended"
-        self._write("exited", text, part=name, text=text, service=name, pid=pid, code=code, at=now())
+    def exited(self, name: str, child: Child) -> None:
+        """A process has just ended: what it had not recorded is lost (docs/audit.md)."""
+        self._write("exited", f"the end of {name}", **exit_fields(name, child))
 
     def close(self) -> None:
         self._journal.close()
@@ -51,3 +51,16 @@ class Events:
             if self._unwritten:
                 self._screen.event(NAME, "goes on", "its journal can be written again")
             self._unwritten = False
+
+
+def exit_fields(name: str, child: Child) -> dict[str, Any]:
+    """Of an event "exited": from when to when this process of a service lived."""
+    return {
+        "part": name,
+        "text": f"its process {child.pid} ended",
+        "service": name,
+        "pid": child.pid,
+        "code": child.code,
+        "began": child.began,
+        "at": now(),
+    }

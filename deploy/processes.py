@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from headrace.errors import ServiceError
+from headrace.telemetry.clock import epoch, process_began
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 16_384
@@ -49,6 +50,8 @@ class Child:
         self.log = log
         self._log_start = log_start
         self.started = time.monotonic()
+        self.began = epoch(process_began(process.pid))
+        """By the operating system, in seconds since the epoch."""
 
     @classmethod
     def spawn(cls, command: Command) -> Child:

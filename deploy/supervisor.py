@@ -79,10 +79,10 @@ class Supervisor:
         report: Report,
         judge: Callable[[Part, int], Awaitable[Verdict]],
         outage: Outage,
-        exited: Callable[[str, int, int], None] = lambda name, pid, code: None,
+        exited: Callable[[str, Child], None] = lambda name, child: None,
     ) -> None:
         """`judge` says what it means that a part exited with a code on its own; it raises why that ends the run.
-        `exited` is told of the end of every process, whatever it means, at once: its part, pid and exit code.
+        `exited` is told of the end of every process, whatever it means, at once.
         """
         self._exited = exited
         self._report = report
@@ -172,7 +172,7 @@ class Supervisor:
         child = part.child
         assert child is not None
         code = await child.exited()
-        self._exited(part.name, child.pid, code)
+        self._exited(part.name, child)
         # What it started itself (reward workers) goes with it.
         child.kill()
         child.close()

@@ -33,15 +33,16 @@ def now() -> float:
     return epoch(time.perf_counter())
 
 
-def process_began() -> float:
-    """When this process began, as a reading of `time.perf_counter`: by the operating system, to its tick (10 ms).
+def process_began(pid: int | None = None) -> float:
+    """When this process or another began, as a reading of `time.perf_counter`: by the operating system, to its tick
+    (10 ms).
 
     The present where the operating system does not say, or where the process's tick is of another clock (a container
     with a time namespace of its own).
     """
     try:
         # The name of the program, in parentheses, may hold spaces.
-        fields = Path("/proc/self/stat").read_text("ascii", errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid or 'self'}/stat").read_text("ascii", errors="replace").rpartition(")")[2].split()
         began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         began = began_s - _ahead(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
     except (OSError, ValueError, IndexError, AttributeError):

@@ -114,6 +114,7 @@ class Recorder:
                     self._say_intensity(lane)
 
     def _run(self) -> None:
+        self.tick()
         while not self._closing.wait(EVERY_S):
             self.tick()
 

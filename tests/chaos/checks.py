@@ -9,8 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from broker.api import Balance, QueueDepths
+from audit import ledger
+from audit.records import read_lines
+from broker.api import Balance
 from broker.connect import connect_runs
+from broker.looks import QueueDepths
 from broker.messages import StepRecord, Verdict
 from tests.chaos.archive import Entry
 from tests.chaos.processes import MARK, Exit
@@ -90,6 +93,30 @@ def left_over(run_id: str) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return wrong + [f"{file} is left" for file in Path("/dev/shm").glob(f"headrace-{run_id}-*")]
+
+
+def ledger_wrong(folder: Path) -> list[str]:
+    """Of each process that ended: its lanes against the time that it lived, as the operating system and whoever waited
+    for its end saw it.
+    """
+    wrong = []
+    lanes = ledger.read(folder).lanes
+    for line in read_lines(folder / "launcher.jsonl"):
+        if line["event"] != "exited":
+            continue
+        wall = line["at"] - line["began"]
+        mine = [lane for lane in lanes if (lane.service, lane.pid) == (line["service"], line["pid"])]
+        # Those of reward workers begin and end when these do.
+        for lane in (lane for lane in mine if lane.role != "scoring"):
+            seconds = sum(lane.seconds().values())
+            if abs(seconds - wall) > 0.001 * wall:
+                wrong.append(
+                    f"lane {lane.name} of process {lane.pid} of {lane.service} sums to {seconds:.3f} s, it lived "
+                    f"{wall:.3f} s"
+                )
+        if not mine and line["service"] in {lane.service for lane in lanes}:
+            wrong.append(f"process {line['pid']} of {line['service']} has no lane")
+    return wrong
 
 
 async def keys_wrong(world: World) -> list[str]:

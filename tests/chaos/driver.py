@@ -73,6 +73,7 @@ async def chaos(
         await _end(world)
         await _judge(world, verdict, say, replay=replay, exact=exact)
         verdict.wrong += checks.left_over(world.record.run_id)
+        verdict.wrong += checks.ledger_wrong(Path(world.record.folder))
     except (AssertionError, TimeoutError, HeadraceError) as error:
         verdict.wrong.append(str(error) or traceback.format_exc())
         world.log("failed", reason=verdict.wrong[-1])

@@ -9,7 +9,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deploy.events import exit_fields
 from deploy.processes import Child, Command, describe_exit
+from headrace.telemetry.journal import Journal
 
 AGAIN_S = 0.2
 """Before a service that ended is started again."""
@@ -58,6 +60,8 @@ class Fleet:
     logs: Path
     parts: dict[str, Part] = field(default_factory=dict)
     exits: list[Exit] = field(default_factory=list)
+    journal: Journal | None = None
+    """What a launcher would write."""
     ending: bool = False
     """The run is at its end: who leaves cleanly is not started again."""
 
@@ -78,6 +82,8 @@ class Fleet:
     def note(self, name: str, child: Child, excuse: str) -> Exit:
         """A process has ended: write it down, and let nothing of it live on."""
         assert child.code is not None
+        if self.journal is not None:
+            self.journal.write("exited", **exit_fields(name, child))
         self.exits.append(Exit(name, child.code, excuse, child.tail()))
         child.kill()
         child.close()

@@ -114,7 +114,7 @@ class World:
             record=record,
             server=server,
             proxy=proxy,
-            fleet=Fleet(urls, run_id, folder / "logs"),
+            fleet=Fleet(urls, run_id, folder / "logs", journal=Journal(Path(record.folder) / "launcher.jsonl")),
             archive=Archive(server.folder, run_id, folder / "groups.archive"),
             journal=Journal(folder / "chaos.jsonl"),
             random=random.Random(seed),

@@ -55,12 +55,12 @@ class Bench:
         self.events: list[tuple[str, str, str]] = []
         self.verdict: Verdict | ServiceError = "died"
         self.outage = Outage(10.0, 300.0)
-        self.exits: list[tuple[str, int, int]] = []
+        self.exits: list[tuple[str, int, int | None]] = []
         self.supervisor = Supervisor(
             lambda *event: self.events.append(event),
             self._judge,
             self.outage,
-            lambda *end: self.exits.append(end),
+            lambda name, child: self.exits.append((name, child.pid, child.code)),
         )
 
     async def _judge(self, _: Part, code: int) -> Verdict:

@@ -22,8 +22,8 @@ def spans(lane: str, begin: float, *parts: tuple[str, float], pid: int = 1, **mo
     }  # fmt: skip
 
 
-def exited(service: str, pid: int, at: float) -> Line:
-    return {"event": "exited", "service": service, "pid": pid, "code": -9, "at": at}
+def exited(service: str, pid: int, at: float, began: float = 0.0) -> Line:
+    return {"event": "exited", "service": service, "pid": pid, "code": -9, "began": began, "at": at}
 
 
 def only(journals: dict[str, list[Line]], **offsets: float) -> Lane:
@@ -40,7 +40,7 @@ def test_a_killed_process_lost_what_lies_before_its_death() -> None:
 def test_an_orderly_end_loses_nothing_and_its_exit_is_counted() -> None:
     records = [spans("engine", 10.0, ("decode", 2.0), last=True)]
     assert only({"p": records}).seconds() == {"decode": 2.0}
-    assert only({"p": records, "launcher": [exited("p", 1, 12.5)]}).seconds() == {"decode": 2.0, "exit": 0.5}
+    assert only({"p": records, "launcher": [exited("p", 1, 12.5, 10.0)]}).seconds() == {"decode": 2.0, "exit": 0.5}
 
 
 @pytest.mark.parametrize(("next_begin", "lost"), [(12.4, 0.4), (60.0, ledger.UNSEEN_S)])
@@ -57,6 +57,13 @@ def test_a_record_that_cannot_be_read_leaves_a_loss_and_no_gap() -> None:
     lane = only({"p": [spans("engine", 10.0, ("decode", 1.0)), spans("engine", 12.5, ("decode", 1.0))]})
     assert lane.seconds() == {"decode": 2.0, "lost": 1.5}
     assert all(one.end == two.begin for one, two in pairwise(lane.pieces))
+
+
+def test_of_a_process_that_wrote_nothing_all_is_lost() -> None:
+    records = [spans("engine", 10.0, ("decode", 2.0)), spans("host", 10.0, ("play", 2.0), kind="host", devices=0)]
+    ends = [exited("p", 1, 12.5, 10.0), exited("p", 2, 14.5, 13.0), exited("redis", 3, 14.5, 13.0)]
+    unseen = [lane for lane in ledger.of({"p": records, "launcher": ends}, {}).lanes if lane.pid == 2]
+    assert [(lane.name, lane.seconds(), lane.devices) for lane in unseen] == [("engine", {"lost": 1.5}, 1)]
 
 
 def test_still_counts_until_the_next_record_says_more() -> None:

@@ -174,7 +174,7 @@ def test_what_a_killed_process_did_not_record_is_lost_up_to_its_death(tmp_path: 
         process.kill()
         process.wait()
         at = clock.now()
-        launcher.write("exited", service="producer-1", pid=process.pid, code=-9, at=at)
+        launcher.write("exited", service="producer-1", pid=process.pid, code=-9, began=after, at=at)
         walls[process.pid] = at - after, at - before
         process.stdout.close()
     launcher.close()
