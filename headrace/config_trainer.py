@@ -78,7 +78,7 @@ class TrainerConfig(Section):
     dynamic_sampling: int = Field(0, ge=0, le=64)
     """Groups of equal rewards are replaced by new prompts, in one step at most so many times `groups_per_step`; what
     comes after them, and with 0 every one, is taken as it is."""
-    engine_kl_bound: float = Field(0.05, gt=0, le=LARGEST_FACTOR)
+    engine_kl_bound: float = Field(0.02, gt=0, le=LARGEST_FACTOR)
     """KL from engine to trainer, in nats per token of the version that is trained, above which both disagree."""
     token_budget: int = Field(2048, ge=16, le=LARGEST_COUNT)
     """Tokens of one microbatch, shared prompts counted once."""

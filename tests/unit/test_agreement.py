@@ -42,10 +42,10 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_a_disagreement_is_said_once_and_ends_when_it_is_over(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    assert scene.judge(0.04) == []
+    assert scene.judge(0.019) == []
     (said,) = scene.judge(0.31)
     assert "engines and trainer disagree about the policy: at step 0, over 1000 tokens" in said
-    assert "is 0.31 nats per token, above trainer.engine_kl_bound = 0.05" in said
+    assert "is 0.31 nats per token, above trainer.engine_kl_bound = 0.02" in said
     assert scene.judge(0.4, steps=3) == [said], "the first sentence stays"
     assert scene.judge(None, steps=3) == [said], "no news is no agreement"
     assert [record.levelno for record in caplog.records if "disagree" in record.message] == [logging.ERROR]

@@ -93,6 +93,16 @@ def test_the_redis_url_is_no_configuration_key() -> None:
         ('model.path="a\\u0000b"', "model.path = 'a\\x00b' (from command line): must not contain a null character"),
         (f"run.folder={'x' * 5000}", "(from command line): is too long for a path: 5000 bytes, the longest part 5000"),
         ("model.path=\udcff", "--set 'model.path=\\udcff' is not UTF-8"),
+        ("trainer.clip_low=1.5", 'trainer.clip_low = 1.5 (from command line): must be "auto" or a number from 0 to 1'),
+        ("trainer.clip_high=wide", "trainer.clip_high = 'wide' (from command line): must be \"auto\" or a number from"),
+        ("trainer.clip_high=true", 'trainer.clip_high = True (from command line): must be "auto" or a number from 0'),
+        ("trainer.clip_high=1e13", 'trainer.clip_high = 10000000000000.0 (from command line): must be "auto" or a'),
+        ("trainer.mask=all", "trainer.mask = 'all' (from command line): input should be 'off', 'token' or 'sequence'"),
+        (
+            "trainer.minibatches=9",
+            "trainer.minibatches: 9 is more than trainer.groups_per_step = 8; lower it, or raise",
+        ),
+        ("trainer.overlong_buffer=65", "65 is more than sampling.max_new_tokens = 64, of which it is the last part"),
         (
             "trainer.adam_betas=[0.9, 1.0]",
             "trainer.adam_betas.1 = 1.0 (from command line): input should be less than 1",
@@ -174,6 +184,18 @@ def test_an_empty_table_in_a_file_is_no_error(tmp_path: Path) -> None:
 
 def test_a_line_break_does_not_smuggle_in_a_second_value() -> None:
     assert resolve(None, {}, ["model.path=1\nx=2"]).config.model.path == "1\nx=2"
+
+
+def test_new_prompts_for_groups_that_have_a_signal_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"signal under trainer.advantage = 'reinforce_pp'; set it to 0, or take"):
+        resolve(None, {}, ["trainer.dynamic_sampling=1", "trainer.advantage=reinforce_pp"])
+    assert resolve(None, {}, ["trainer.dynamic_sampling=1"]).config.trainer.dynamic_sampling == 1
+
+
+def test_a_number_may_stand_for_auto() -> None:
+    config = resolve(None, {}, ["trainer.clip_low=1", "trainer.clip_high=0.28"]).config.trainer
+    assert (config.clip_low, config.clip_high) == (1.0, 0.28)
+    assert Config.model_validate_json(Config().model_dump_json()).trainer.clip_low == "auto"
 
 
 def test_infinite_and_missing_numbers_are_refused() -> None:
