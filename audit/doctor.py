@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from audit.records import IDLE_PREFIX
-from broker.api import OpenTask, Peer, QueueDepths, RunState
+from broker.api import Peer, RunState
+from broker.looks import OpenTask, QueueDepths
 
 Grade = Literal["fault", "slow", "fine"]
 

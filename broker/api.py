@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from broker.looks import DeadLetter, OpenTask, QueueDepths
 from broker.messages import Group, GroupDelivery, StepEntry, StepRecord, Task, TaskDelivery, TaskKind
 from headrace.version import PolicyVersion
 
@@ -117,50 +118,6 @@ class Reign:
     """Step of its first published version: where it went on from."""
     newest: int
     """Step of its newest published version."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """An entry that nobody could use, as stream `dead` keeps it."""
-
-    letter_id: str
-    source: Literal["tasks", "groups"]
-    task_id: str
-    attempt: str
-    kind: str
-    reason: str
-    sha256: str
-    """Of the whole body."""
-    length: int
-    """Of the whole body, in bytes."""
-    body: bytes
-    """At most `bounds.MAX_DEAD_BYTES` of it; empty where only the list was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueDepths:
-    tasks_waiting: int
-    """Admitted and not yet taken by a producer."""
-    tasks_held: int
-    """Taken and not yet published."""
-    groups_waiting: int
-    groups_held: int
-    """Delivered to the trainer, not yet acknowledged."""
-    dead: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTask:
-    """A task that has no group yet."""
-
-    task_id: str
-    kind: str
-    admitted_ms: int
-    """On the broker's clock."""
-    holder: str
-    """The producer that has it; empty while none does."""
-    deliveries: int
-    """How often it was handed out, by the entry that it has now."""
 
 
 class ServicePort(Protocol):

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from broker.api import Balance, Peer, QueueDepths
+from broker.api import Balance, Peer
+from broker.looks import QueueDepths
 from broker.messages import Group, StepEntry, Task
 from consumers.batch import Batch
 from consumers.evaluation import Result, paired
@@ -166,6 +167,10 @@ class Progress:
         """What the configuration allows, beside which the metrics are read."""
         self._metrics.gauge("trainer_max_lag", max_lag, help="staleness.max_lag")
         self._metrics.gauge("trainer_retain_bytes", retain_bytes, help="broker.retain_bytes")
+
+    def agreement(self, *, disagree: bool) -> None:
+        """Whether engines and trainer are known to disagree about the policy."""
+        self._metrics.gauge("trainer_engine_disagrees", disagree, help="1: the KL from engine to trainer is too large")
 
     @property
     def cold(self) -> bool:

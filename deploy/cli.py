@@ -262,7 +262,7 @@ def show_dead(
     """All that is known of one letter, and its body as far as it can be read."""
     from rich.console import Console
 
-    from broker.api import DeadLetter
+    from broker.looks import DeadLetter
     from deploy.dead import check_id, save, show
     from deploy.past import open_past
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from broker.api import DeadLetter, OperatorPort
+from broker.api import OperatorPort
+from broker.looks import DeadLetter
 from deploy.ages import age
 from deploy.bodies import describe, hex_lines
 from deploy.printable import printable

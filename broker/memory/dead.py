@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.api import DeadLetter
 from broker.dead import obstacle
+from broker.looks import DeadLetter
 from broker.memory.service import MemoryService, number
 
 

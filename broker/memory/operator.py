@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from broker.api import Balance, OpenTask, QueueDepths, RunStatus
+from broker.api import Balance, RunStatus
 from broker.arrivals import Arrival, limits_of
+from broker.looks import OpenTask, QueueDepths
 from broker.memory.service import MemoryService, number
 from broker.messages import GroupDelivery, TaskKind
 from broker.sheet import balances

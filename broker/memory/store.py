@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from broker.api import DeadLetter, Order, Peer, Published, Reign, RunRecord, RunState
+from broker.api import Order, Peer, Published, Reign, RunRecord, RunState
 from broker.arrivals import Arrival
 from broker.bounds import (
     KEEP_PUBLISHED,
@@ -24,6 +24,7 @@ from broker.bounds import (
     SECRET_BYTES,
 )
 from broker.leases import Taken
+from broker.looks import DeadLetter
 from broker.messages import StepEntry, StepRecord, Task
 from headrace.version import PolicyVersion
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import cast, get_args
 
-from broker.api import DeadLetter
 from broker.dead import Obstacle, obstacle
 from broker.leases import counted
+from broker.looks import DeadLetter
 from broker.redis.link import Fields, fields_of, text
 from broker.redis.service import RedisService
 

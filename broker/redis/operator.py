@@ -6,9 +6,10 @@ from typing import get_args
 
 from redis import exceptions
 
-from broker.api import Balance, OpenTask, QueueDepths, RunStatus
+from broker.api import Balance, RunStatus
 from broker.arrivals import limits_of
 from broker.bounds import KEEP_ENDED_MS
+from broker.looks import OpenTask, QueueDepths
 from broker.messages import GroupDelivery, TaskKind
 from broker.redis.failures import worth_waiting
 from broker.redis.link import Link, stream_entries, text

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from audit.doctor import Finding, Progress, Seen, Standing, findings, waits
-from broker.api import OpenTask, Peer, QueueDepths, RunState
+from broker.api import Peer, RunState
+from broker.looks import OpenTask, QueueDepths
 from deploy.doctor import TAIL_BYTES, as_json, offset_of, progress_of, show, standings, tail
 
 NOW = 1_800_000_000.0

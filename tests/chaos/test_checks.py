@@ -9,9 +9,10 @@ import msgpack
 import pytest
 import torch
 
-from broker.api import Balance, QueueDepths
+from broker.api import Balance
 from broker.arrivals import Arrival
 from broker.codec import decode_step, encode_step
+from broker.looks import QueueDepths
 from broker.messages import StepEntry, StepRecord
 from broker.validate import Limits
 from consumers.checkpoint import Checkpoints, RunPosition

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.api import DeadLetter, Fence, Hello, Peer, RunRecord
+from broker.api import Fence, Hello, Peer, RunRecord
 from broker.connect import Run, connect_run, connect_runs
+from broker.looks import DeadLetter
 from broker.messages import SCHEMA, GroupDelivery, StepEntry, TaskDelivery, Verdict
 from headrace.config import BrokerConfig
 from headrace.errors import Fenced, Refused

@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from broker.api import Peer, QueueDepths, RunState, RunStatus
+from broker.api import Peer, RunState, RunStatus
+from broker.looks import QueueDepths
 from deploy.ages import age
 from deploy.status import memory_notes, notes, show, status_of
 from deploy.troubles import Trouble, troubles

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from broker.api import Balance, Peer, QueueDepths
+from broker.api import Balance, Peer
+from broker.looks import QueueDepths
 from broker.messages import Group, GroupDelivery, Trajectory, VersionSpan
 from consumers import evaluation
 from consumers.batch import Batch
