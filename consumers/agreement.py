@@ -28,6 +28,7 @@ class Agreement:
         self._tokens = 0
         self._blind = 0
         """Steps in a row without a token to compare."""
+        progress.agreement(disagree=False)
         self._why = "no token of them was sampled by the version that it was trained on, as at lag 0"
         if config.sampling.top_p < 1.0 or config.sampling.top_k:
             self._why = "sampling.top_p or top_k cut the distributions that engines sample from"
@@ -46,6 +47,7 @@ class Agreement:
         if self._tokens < LEAST_TOKENS:
             return
         kl, tokens, self._kl, self._tokens = self._kl / self._tokens, self._tokens, 0.0, 0
+        self._progress.agreement(disagree=kl > self._bound)
         if kl <= self._bound:
             self._troubles.end("engine")
         elif "engine" not in self._troubles:

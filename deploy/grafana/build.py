@@ -74,6 +74,12 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "mismatch": f"headrace_trainer_mismatch{RUN}",
             "clipped": f"headrace_trainer_clipped{RUN}",
         }),
+        ("Importance ratio, effective sample size", "short", {
+            "1 %": f"headrace_trainer_ratio_p1{RUN}",
+            "median": f"headrace_trainer_ratio_p50{RUN}",
+            "99 %": f"headrace_trainer_ratio_p99{RUN}",
+            "effective": f"headrace_trainer_effective{RUN}",
+        }),
         ("Tokens per second", "short", {"consumed": f"headrace_trainer_tokens_per_s{RUN}"}),
         ("Retained bytes", "bytes", {
             "groups in no checkpoint": f"headrace_trainer_retained_bytes{RUN}",

@@ -49,7 +49,9 @@ def test_a_disagreement_is_said_once_and_ends_when_it_is_over(scene: Scene, capl
     assert scene.judge(0.4, steps=3) == [said], "the first sentence stays"
     assert scene.judge(None, steps=3) == [said], "no news is no agreement"
     assert [record.levelno for record in caplog.records if "disagree" in record.message] == [logging.ERROR]
+    assert 'headrace_trainer_engine_disagrees{run="r",service="trainer"} 1.0' in scene.metrics.render().decode()
     assert scene.judge(0.01) == []
+    assert 'headrace_trainer_engine_disagrees{run="r",service="trainer"} 0.0' in scene.metrics.render().decode()
     assert [event["event"] for event in scene.events()] == ["disagreement"]
     assert 'trainer_events_total{kind="disagreement",run="r",service="trainer"} 1.0' in scene.metrics.render().decode()
 
