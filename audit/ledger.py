@@ -94,14 +94,15 @@ class _Account:
                 self.pieces.append(Piece(self.written, begin, LOST))
             else:
                 begin = self.written
+        # Small numbers are summed first: of large ones a sum of many is off by more than a microsecond.
+        spent, self.written = 0.0, begin
         for phase, seconds in line.get("spans") or list((line.get("sums") or {}).items()):
-            end = begin + float(seconds)
+            spent += float(seconds)
+            at, self.written = self.written, begin + spent
             if self.pieces and self.pieces[-1].phase == phase:
-                self.pieces[-1] = Piece(self.pieces[-1].begin, end, phase)
+                self.pieces[-1] = Piece(self.pieces[-1].begin, self.written, phase)
             elif seconds:
-                self.pieces.append(Piece(begin, end, phase))
-            begin = end
-        self.written = begin
+                self.pieces.append(Piece(at, self.written, phase))
 
 
 def read(folder: Path, offsets: Mapping[str, float] | None = None) -> Ledger:

@@ -66,6 +66,18 @@ def test_of_a_process_that_wrote_nothing_all_is_lost() -> None:
     assert [(lane.name, lane.seconds(), lane.devices) for lane in unseen] == [("engine", {"lost": 1.5}, 1)]
 
 
+def test_many_spans_of_microseconds_leave_no_gap() -> None:
+    begin = 1_796_071_209_421_631
+    lines = []
+    for number in range(50):
+        parts = [("decode" if place % 2 else "prefill", (123_457 + 7919 * place * number) / 1e6) for place in range(64)]
+        lines.append(spans("engine", begin / 1e6, *parts))
+        begin += sum(round(1e6 * spent) for _, spent in parts)
+    lane = only({"p": lines})
+    assert "lost" not in lane.seconds()
+    assert lane.pieces[-1].end == pytest.approx(begin / 1e6, abs=1e-6)
+
+
 def test_still_counts_until_the_next_record_says_more() -> None:
     still = {"event": "still", "lanes": ["engine", "other"], "until": 15.0, "pid": 1, "host": "a"}
     records = [spans("engine", 10.0, ("wait_no_task", 1.0)), still]
