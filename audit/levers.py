@@ -15,7 +15,7 @@ from audit.path import Kind, Segment
 from audit.rates import Rates
 from audit.records import Run
 from audit.split import Split
-from audit.verdict import SATURATED, Bottleneck
+from audit.verdict import QUEUED, SATURATED, Bottleneck
 
 LeverName = Literal[
     "producers", "refill", "placement", "staleness_bound", "reward_concurrency", "weight_sync", "checkpoint", "kernels"
@@ -148,7 +148,7 @@ def _producers(rates: Rates, split: Split | None, bottleneck: Bottleneck) -> Ite
 def _devices(
     rates: Rates, path: Sequence[Segment], spent: Mapping[Kind, float], bottleneck: Bottleneck
 ) -> Iterator[Lever]:
-    queued = sum(s.seconds for s in path if s.phase in ("wait_slot", "wait_producer"))
+    queued = sum(s.seconds for s in path if s.phase in QUEUED)
     decoding = sum(s.seconds for s in path if s.phase == "decode")
     if queued > 0.05 * (queued + decoding) and rates.occupancy < SATURATED:
         saved = spent.get("generation", 0.0) * (1 - rates.occupancy)

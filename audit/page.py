@@ -40,6 +40,7 @@ svg .grid { stroke: var(--line) }
 table { border-collapse: collapse; width: 100%; font-size: .93rem }
 th, td { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
 th { color: var(--dim); font-weight: 500 } table.stack td:first-child { overflow-wrap: normal; min-width: 6rem }
+table.stack td:nth-child(2) { white-space: nowrap }
 @media (max-width: 40rem) {
   table.stack thead { display: none }
   table.stack tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line) }
@@ -73,7 +74,8 @@ def _levers(audit: Audit) -> str:
     cells = [(lever.name.replace("_", " "), f"x {lever.gain:.2f}", lever.why, lever.how) for lever in audit.levers]
     if not cells:
         return ""
-    return _section("What to change next", _table(("lever", "at most", "why", "how"), cells), wide=True)
+    told = "gain: samples per device-hour afterwards over those of now"
+    return _section("What to change next", _table(("lever", "gain at most", "why", "how"), cells), told, wide=True)
 
 
 def _split(audit: Audit) -> str:

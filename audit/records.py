@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,6 +189,13 @@ class Run:
             return self.steps[0].formed, self.steps[-1].end
         pieces = [lane.pieces for lane in self.lanes if lane.pieces]
         return min(each[0].begin for each in pieces), max(each[-1].end for each in pieces)
+
+    def between(self, begin: float | None, end: float | None) -> Run:
+        """Its steps between two moments, in seconds since its first record: they make the window."""
+        origin = min(lane.pieces[0].begin for lane in self.lanes if lane.pieces)
+        first = float("-inf") if begin is None else origin + begin
+        last = float("inf") if end is None else origin + end
+        return replace(self, steps=tuple(step for step in self.steps if step.formed >= first and step.end <= last))
 
     @property
     def max_lag(self) -> int:

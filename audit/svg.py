@@ -24,6 +24,8 @@ COLOURS: Mapping[str, str] = {
     "proximal_logprobs": "#6cc5a6",
     "batch_assembly": "#a8ddcb",
     "report": "#c3c9a0",
+    "bookkeeping": "#8f9a4a",
+    "export": "#5d6b2f",
     "weight_publish": "#aa4499",
     "transfer": "#8a4fb0",
     "verify": "#b9a0d0",
@@ -32,7 +34,11 @@ COLOURS: Mapping[str, str] = {
     "play": "#7fb3d5",
     "held": "#806000",
     "lost": "#d02020",
+    "hand_over": "#44aa99",
+    "publish": "#88ccbb",
     "start": "#c8c8c8",
+    "drain": "#d8c8c8",
+    "exit": "#d8d8c8",
 }
 _WAITS = ("#8c8c8c", "#a0a0a0", "#6f6f6f", "#b4b4b4", "#595959", "#929cab", "#aba292")
 _OTHERS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")

@@ -37,7 +37,9 @@ def report(audit: Audit) -> RenderableType:
 
 
 def levers(audit: Audit) -> Table:
-    table = _table("What to change next", "lever", "at most", "why", "how")
+    table = _table("What to change next", "lever", "gain at most", "why", "how")
+    table.caption = "gain: samples per device-hour afterwards over those of now"
+    table.caption_justify = "left"
     for lever in audit.levers:
         table.add_row(lever.name, f"x {lever.gain:.2f}", lever.why, Text(lever.how))
     return table
@@ -95,7 +97,7 @@ def rows(audit: Audit) -> Iterator[tuple[str, str]]:
     yield "samples consumed per device-hour", f"{figures.consumed_per_device_hour:.0f}"
     yield "samples generated per device-hour", f"{figures.generated_per_device_hour:.0f}"
     for stage, share in figures.idle_wait.items():
-        yield f"idle-wait, {stage}", f"{share:.1%}"
+        yield f"idle-wait, {stage.replace('_', ' ')}", f"{share:.1%}"
     yield "weight-sync latency, seal to first token", spread(figures.sync_latency_s)
     yield "publish, what the trainer waits", spread(figures.publish_s)
     yield "transfer", spread(figures.transfer_s)
@@ -103,7 +105,7 @@ def rows(audit: Audit) -> Iterator[tuple[str, str]]:
     yield "lag, mean", f"{figures.mean_lag:.2f} steps"
     yield "dropped", f"{figures.dropped_groups} groups, {hours(figures.dropped_device_hours)} device-hours"
     yield "perfect overlapping would save", f"{duration(audit.overlap_s)} of {duration(figures.window_s)}"
-    if figures.lost_s:
+    if figures.lost_s >= 0.05:
         yield "not recorded by killed processes", f"{figures.lost_s:.1f} lane-seconds"
 
 

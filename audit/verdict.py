@@ -27,6 +27,8 @@ Name = Literal[
 ]
 SATURATED = 0.85
 """Share of its time from which on a part can do hardly more."""
+QUEUED = ("wait_slot", "wait_producer")
+"""Phases of the path in which a task is ready and finds no room."""
 SLOW = 0.5
 """Of the others' rate: a producer below it is a straggler."""
 
@@ -60,8 +62,8 @@ def bottleneck_of(
         return _outside(top, figures, rates, evidence, spent[top] / total)
     if slow := straggler(rates):
         return _slow_producer(slow, rates, path, evidence)
-    if generation >= SATURATED:
-        return _few(rates, split, evidence, generation)
+    if generation >= SATURATED or _queued(path) > 0.5:
+        return _few(rates, split, path, evidence, generation)
     return _bound(run, evidence, training, generation)
 
 
@@ -134,18 +136,26 @@ def _slow_producer(slow: str, rates: Rates, path: Sequence[Segment], evidence: t
     return Bottleneck("straggler", f"{slow} is much slower than the other producers", (*evidence, told, seen), slow)
 
 
-def _few(rates: Rates, split: Split | None, evidence: tuple[str, ...], generation: float) -> Bottleneck:
+def _queued(path: Sequence[Segment]) -> float:
+    """Of the path's generation, the share in which a task waited for a producer or a slot: they had no room for it."""
+    generation = [segment for segment in path if segment.kind == "generation"]
+    total = sum(segment.seconds for segment in generation)
+    return sum(s.seconds for s in generation if s.phase in QUEUED) / total if total else 0.0
+
+
+def _few(
+    rates: Rates, split: Split | None, path: Sequence[Segment], evidence: tuple[str, ...], generation: float
+) -> Bottleneck:
     here = round(rates.producers)
     trainer = rates.trainer_s / rates.period_s
     told = f"producers were used to {generation:.0%} of what they can make, the trainer to {trainer:.0%}"
+    queued = f"of generation's part of the critical path, tasks waited {_queued(path):.0%} for a producer or a slot"
     wanted = f"; the measured rates call for {split.recommended.producers}" if split else ""
     sentence = f"generation is the slower part: {here} producer{'s' * (here != 1)} cannot keep the trainer busy{wanted}"
-    return Bottleneck("too_few_producers", sentence, (*evidence, told))
+    return Bottleneck("too_few_producers", sentence, (*evidence, told, queued))
 
 
 def _bound(run: Run, evidence: tuple[str, ...], training: float, generation: float) -> Bottleneck:
     told = f"neither part is used up (trainer {training:.0%}, producers {generation:.0%}): each waits for the other"
-    sentence = (
-        f"staleness.max_lag = {run.max_lag} lets too little be under way: the stages take turns instead of overlapping"
-    )
+    sentence = f"too little is under way: with staleness.max_lag = {run.max_lag} the stages take turns"
     return Bottleneck("staleness_bound", sentence, (*evidence, told))

@@ -28,6 +28,8 @@ def audit(
     other: Annotated[str | None, typer.Argument(metavar="RUN", help="A second run, to compare with.")] = None,
     as_json: JsonOption = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with plots there.")] = None,
+    begin: FromOption = None,
+    end: ToOption = None,
 ) -> None:
     """Where a run's device-hours went, what holds it up, and what to change next; with two runs, whether it helped."""
     from dataclasses import asdict
@@ -38,12 +40,13 @@ def audit(
     from audit.compare import compare, shown
     from audit.text import report
 
+    _check_window(begin, end)
     if other is not None and html is not None:
         raise ConfigError("--html shows one run; leave out the second one, or --html")
-    first = _audited(run)
+    first = _audited(run, begin, end)
     console = Console(highlight=False)
     if other is not None:
-        comparison = compare(first, _audited(other))
+        comparison = compare(first, _audited(other, begin, end))
         typer.echo(json.dumps(asdict(comparison), indent=2)) if as_json else console.print(shown(comparison))
         return
     if html is not None:
@@ -69,8 +72,7 @@ def trace(
     from audit.reading import read
     from audit.trace import trace as timeline
 
-    if begin is not None and end is not None and begin >= end:
-        raise ConfigError(f"--from {begin:g} is not before --to {end:g}")
+    _check_window(begin, end)
     folder = _folder(run)
     made = timeline(read(folder), begin, end)
     file = out or Path(f"{folder.name}.trace.json")
@@ -107,11 +109,16 @@ def _folder(run: str) -> Path:
     return path.absolute() if "/" in run and path.is_dir() else local_run(run).path
 
 
-def _audited(run: str) -> Audit:
+def _check_window(begin: float | None, end: float | None) -> None:
+    if begin is not None and end is not None and begin >= end:
+        raise ConfigError(f"--from {begin:g} is not before --to {end:g}")
+
+
+def _audited(run: str, begin: float | None, end: float | None) -> Audit:
     from audit.analysis import analyse
     from audit.reading import read
 
-    return analyse(read(_folder(run)))
+    return analyse(read(_folder(run)).between(begin, end))
 
 
 def _write(file: Path, text: str) -> None:

@@ -107,6 +107,17 @@ def test_what_overlapping_could_save_is_what_a_larger_lag_saves() -> None:
     assert analyse(serial).overlap_s == pytest.approx(end - begin - faster, rel=0.1)
 
 
+def test_a_window_is_of_its_steps_alone() -> None:
+    run = simulated(decode_s=[0.4] * 4, train_s=1.0)
+    origin = min(lane.pieces[0].begin for lane in run.lanes)
+    some = run.between(run.steps[4].formed - origin, run.steps[9].end - origin)
+    assert [step.step for step in some.steps] == [step.step for step in run.steps[4:10]]
+    found = analyse(some)
+    assert sum(found.path_s.values()) == pytest.approx(run.steps[9].end - run.steps[4].formed)
+    assert found.bottleneck.name == "too_many_producers"
+    assert run.between(None, None).steps == run.steps
+
+
 def test_idle_of_nothing_is_nothing() -> None:
     assert idle_wait({}) == 0.0
     assert idle_wait({"wait_groups": 3.0, "decode": 1.0}) == 0.75
