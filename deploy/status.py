@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from broker.api import OperatorPort, Peer, QueueDepths, RunState
+from broker.api import OperatorPort, Peer, RunState
+from broker.looks import QueueDepths
 from deploy.ages import age
 from deploy.printable import printable
 from deploy.report import balance_line, sheet_fields
@@ -68,7 +69,10 @@ def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float, r
 
 def _missing(roles: Set[str]) -> Iterator[str]:
     if "producer" not in roles:
-        yield "no producer plays: one that was just started loads first; `headrace scale producer N` starts more"
+        yield (
+            "no producer plays: one that was just started loads first; `headrace scale producer N`, or `python -m "
+            "producers`, starts more"
+        )
     if "trainer" not in roles:
         yield "no trainer is alive: until one has loaded, groups wait and nothing is trained"
 
