@@ -19,7 +19,14 @@ from tests.support import wait_here
 
 STEPS = 12
 SERVICES = {"trainer", "weights", "producer-1"}
-LANES = {("trainer", "trainer"), ("weights", "verifier"), ("producer-1", "engine"), ("producer-1", "host")}
+LANES = {
+    ("trainer", "trainer"),
+    ("weights", "verifier"),
+    ("weights", "transfer"),
+    ("producer-1", "engine"),
+    ("producer-1", "host"),
+    ("producer-1", "score/arithmetic/0"),
+}
 METRICS = {
     "trainer": "headrace_trainer_steps_total",
     "weights": "headrace_weights_head_step",
