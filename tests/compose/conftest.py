@@ -134,7 +134,7 @@ def stack_of(
             "HEADRACE_PROMETHEUS_IMAGE": PROMETHEUS,
             "HEADRACE_PROMETHEUS_PORT": str(free_port()),
         }
-        stack = Stack(clone, project, HERE / "compose.test.yaml", *files, **known | environ)
+        stack = Stack(clone, project, *files, HERE / "compose.test.yaml", **known | environ)
         stack.down()
         made.append(stack)
         return stack

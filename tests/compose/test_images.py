@@ -31,7 +31,7 @@ def test_the_weight_services_image_has_no_torch(images: list[str]) -> None:
     found = "import importlib.util, sys; print([name for name in sys.argv[1:] if importlib.util.find_spec(name)])"
     heavy = ("torch", "transformers", "triton", "nvidia")
     assert ran(weights, "python", "-c", found, *heavy, "weightsync") == "['weightsync']\n"
-    assert ran(weights, "find", "/", "-xdev", "-type", "d", "-name", "torch") == ""
+    assert ran(weights, "find", "/opt", "/usr", "/home", "-type", "d", "-name", "torch") == ""
     assert ran(trainer, "python", "-c", found, *heavy, "consumers") == "['torch', 'transformers', 'consumers']\n"
 
 
