@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from audit.figures import Figures, figures
+from audit.intensity import Process, Use, processes, uses
 from audit.levers import Lever, Sign, levers_of, overlap_s, signs_of
 from audit.path import Kind, Segment, critical_path, shares
 from audit.rates import Rates, rates
@@ -28,6 +29,8 @@ class Audit:
     """What perfect overlapping could still save of the window."""
     levers: tuple[Lever, ...]
     signs: tuple[Sign, ...]
+    uses: tuple[Use, ...]
+    processes: tuple[Process, ...]
 
 
 def analyse(run: Run) -> Audit:
@@ -46,6 +49,8 @@ def analyse(run: Run) -> Audit:
         overlap_s=overlap_s(rate) * measured.steps if run.steps else 0.0,
         levers=tuple(levers_of(run, measured, rate, split, path, bottleneck)) if run.steps else (),
         signs=tuple(signs_of(run, measured, rate, spent)),
+        uses=tuple(uses(run.intensity)),
+        processes=tuple(processes(run.intensity)),
     )
 
 
@@ -61,5 +66,7 @@ def as_json(audit: Audit) -> dict[str, Any]:
         "split": asdict(audit.split) | {"gain": audit.split.gain} if audit.split else None,
         "levers": [asdict(lever) for lever in audit.levers],
         "signs": [asdict(sign) for sign in audit.signs],
+        "intensity": [asdict(use) for use in audit.uses],
+        "processes": [asdict(process) for process in audit.processes],
         "clock_offsets_s": dict(audit.run.offsets),
     }

@@ -6,11 +6,12 @@ A lever takes its seconds off the critical path, and a step then takes at least 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from audit.figures import Figures
+from audit.intensity import Use, uses
 from audit.path import Kind, Segment
 from audit.rates import Rates
 from audit.records import Run
@@ -203,7 +204,7 @@ def signs_of(run: Run, figures: Figures, rates: Rates, spent: Mapping[Kind, floa
     synchronising = (spent.get("weight_sync", 0.0) + spent.get("checkpoint", 0.0) + spent.get("broker", 0.0)) / total
     speed_up = kernel_gain(rates, {kind: seconds / max(1, figures.steps) for kind, seconds in spent.items()})
     return [
-        _below_peak(run.intensity),
+        _below_peak(uses(run.intensity)),
         Sign(
             "a large share of waiting",
             idle[worst] > 0.2 if worst else None,
@@ -223,34 +224,13 @@ def signs_of(run: Run, figures: Figures, rates: Rates, spent: Mapping[Kind, floa
     ]
 
 
-def _below_peak(intensity: Iterable[Mapping[str, Any]]) -> Sign:
-    """Of each phase with arithmetic: the larger of its shares of the device's measured rates, over all its time."""
+def _below_peak(found: Sequence[Use]) -> Sign:
     name = "utilisation well below the sustained peak"
-    best: dict[str, float] = {}
-    for phase, (seconds, flop, nbytes, peak_flop, peak_bytes) in _phases(intensity).items():
-        if seconds > 0:
-            shares = [amount / seconds / peak for amount, peak in ((flop, peak_flop), (nbytes, peak_bytes)) if peak]
-            best[phase] = max(shares, default=0.0)
+    best = {use.phase: use.of_peak for use in found if use.of_peak is not None}
     if not best:
-        return Sign(name, None, "the run recorded no arithmetic of its phases")
-    shown = ", ".join(f"{phase} {share:.0%}" for phase, share in sorted(best.items()))
+        return Sign(name, None, "no device was measured beside what it did")
+    shown = ", ".join(f"{phase} {share:.0%}" for phase, share in best.items())
     return Sign(name, min(best.values()) < 0.5, f"of the measured roofline: {shown}")
-
-
-def _phases(intensity: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float, float, float, float]]:
-    found: dict[str, tuple[float, float, float, float, float]] = {}
-    for line in intensity:
-        roof = line.get("roofline") or {}
-        for phase, did in (line.get("phases") or {}).items():
-            before = found.get(phase, (0.0,) * 5)
-            found[phase] = (
-                before[0] + float(did.get("seconds", 0.0)),
-                before[1] + float(did.get("flop", 0.0)),
-                before[2] + float(did.get("bytes", 0.0)),
-                max(before[3], float(roof.get("flop_per_s", 0.0))),
-                max(before[4], float(roof.get("bytes_per_s", 0.0))),
-            )
-    return found
 
 
 def _scaling(run: Run) -> Sign:

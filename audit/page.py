@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
+from typing import TypeVar
 
 from audit import svg
 from audit.analysis import Audit
 from audit.figures import HOUR, STAGES, merged, stage_seconds
-from audit.records import IDLE_PREFIX, Lane, Run
-from audit.text import duration, hours, rows
+from audit.records import IDLE_PREFIX, Run
+from audit.text import INTENSITY, duration, hours, intensity_rows, processor_time, rows
 
 BINS = 60
 """Of idle waits over time."""
+MOST_POINTS = 500
+"""Of one plot."""
 MOST_LANES = 60
 """Lanes that are drawn; of more, the rest is one bar."""
 
@@ -110,6 +113,13 @@ def _signs(audit: Audit) -> str:
     )
 
 
+def _intensity(audit: Audit) -> str:
+    if not audit.uses:
+        return ""
+    body = _table(INTENSITY, intensity_rows(audit))
+    return _section("Intensity, beside how long it took", body, processor_time(audit), wide=True)
+
+
 def _lanes(audit: Audit) -> str:
     lanes = [(f"{lane.service}, {lane.name}", lane.seconds()) for lane in audit.run.lanes if lane.pieces]
     lanes.sort(key=lambda lane: lane[0])
@@ -167,27 +177,36 @@ def _latency(audit: Audit) -> str:
     swaps = sorted(audit.run.swaps, key=lambda swap: swap.end)
     if not swaps:
         return ""
-    values = [(swap.end - swaps[0].end, swap.latency_s) for swap in swaps]
+    values = [(swap.end - swaps[0].end, swap.latency_s) for swap in thinned(swaps)]
     drawn = svg.points(values, "seconds since the first", "seconds", "Weight-sync latency of each swap")
     return _section("Weight-sync latency", drawn, "from a version's seal to an engine's first token on it")
 
 
 def _reward(audit: Audit) -> str:
     lanes = [lane for lane in audit.run.lanes if lane.is_device]
-    values = [(device_hours(lanes, step.end), step.reward) for step in audit.run.steps if step.reward is not None]
+    steps = thinned([step for step in audit.run.steps if step.reward is not None])
+    values, spent, since = [], 0.0, float("-inf")
+    for step in steps:
+        spent += sum(sum(lane.seconds(since, step.end).values()) * lane.devices for lane in lanes) / HOUR
+        values.append((spent, float(step.reward or 0.0)))
+        since = step.end
     if len(values) < 2:
         return ""
     drawn = svg.points(values, "device-hours", "reward", "Reward of each step against device-hours", joined=True)
     return _section("Reward against device-hours", drawn)
 
 
-def device_hours(lanes: Iterable[Lane], moment: float) -> float:
-    """What they had spent by then."""
-    return sum(sum(lane.seconds(end=moment).values()) * lane.devices for lane in lanes) / HOUR
+Item = TypeVar("Item")
+
+
+def thinned(items: Sequence[Item]) -> Sequence[Item]:
+    """At most `MOST_POINTS` of them, evenly, the last one included."""
+    every = -(-len(items) // MOST_POINTS)
+    return items if every <= 1 else [*items[:-1:every], items[-1]]
 
 
 _PARTS: Sequence[Callable[[Audit], str]] = (
-    _levers, _path, _figures, _split, _lanes, _idle, _lag, _latency, _reward, _signs,
+    _levers, _path, _figures, _split, _lanes, _idle, _lag, _latency, _reward, _intensity, _signs,
 )  # fmt: skip
 
 

@@ -129,8 +129,9 @@ class _Walk:
         """The swap that a task waited for, where it waited for one: back beyond it the path is the version's."""
         if group.ready - group.taken < _TOGETHER:
             return None
-        swaps = (swap for swap in self._swaps[group.producer] if abs(swap.end - group.ready) < _TOGETHER)
-        return next(swaps, None)
+        swaps = self._swaps[group.producer]
+        place = bisect_left(swaps, group.ready - _TOGETHER, key=lambda swap: swap.end)
+        return swaps[place] if place < len(swaps) and swaps[place].end < group.ready + _TOGETHER else None
 
     def _to(self, moment: float, kind: Kind, service: str, phase: str, subject: str = "") -> None:
         """Go back to a moment; what lies between now and then is this."""

@@ -128,8 +128,11 @@ def _group(
     published = said.get("published", float(line["time"]) + offset)
     taken = said.get("taken", published)
     asked, step = admitted.get(str(line["task"]), (taken, -1))
-    first = next((swap.end for swap in swaps if swap.step >= step - reserve), taken)
-    ready = said.get("begun", max(taken, first))
+    ready = said.get("begun")
+    if ready is None:
+        # Of a producer that does not say when it began: once there was a version that it might start on.
+        first = next((swap.end for swap in swaps if swap.step >= step - reserve), taken)
+        ready = max(taken, first)
     started = said.get("first_token", published)
     decoded = max(started, said.get("decoded", published))
     tokens = int(line.get("tokens") or 0)

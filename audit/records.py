@@ -6,6 +6,7 @@ Lanes come from the ledger; tasks, groups, steps, versions and drops from the jo
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,9 +54,11 @@ class Lane:
     def seconds(self, begin: float = float("-inf"), end: float = float("inf")) -> dict[str, float]:
         """Seconds per phase between two moments."""
         spent: dict[str, float] = {}
-        for piece in self.pieces:
-            if (cut := min(piece.end, end) - max(piece.begin, begin)) > 0:
-                spent[piece.phase] = spent.get(piece.phase, 0.0) + cut
+        for place in range(bisect_right(self.pieces, begin, key=lambda piece: piece.end), len(self.pieces)):
+            piece = self.pieces[place]
+            if piece.begin >= end:
+                break
+            spent[piece.phase] = spent.get(piece.phase, 0.0) + min(piece.end, end) - max(piece.begin, begin)
         return spent
 
     @property

@@ -32,7 +32,10 @@ def report(audit: Audit) -> RenderableType:
         parts += [Text(""), levers(audit)]
     if audit.split is not None:
         parts += [Text(""), splits(audit.split, audit.rates.devices[1])]
-    parts += [Text(""), device_hours(figures), Text(""), summary(audit), Text(""), signs(audit.signs)]
+    parts += [Text(""), device_hours(figures), Text(""), summary(audit)]
+    if audit.uses:
+        parts += [Text(""), intensity(audit)]
+    parts += [Text(""), signs(audit.signs)]
     return Group(*parts)
 
 
@@ -94,6 +97,7 @@ def summary(audit: Audit) -> Table:
 def rows(audit: Audit) -> Iterator[tuple[str, str]]:
     """Label and value of each figure."""
     figures = audit.figures
+    yield "device-hours of the whole run", hours(figures.device_hours)
     yield "samples consumed per device-hour", f"{figures.consumed_per_device_hour:.0f}"
     yield "samples generated per device-hour", f"{figures.generated_per_device_hour:.0f}"
     for stage, share in figures.idle_wait.items():
@@ -107,6 +111,46 @@ def rows(audit: Audit) -> Iterator[tuple[str, str]]:
     yield "perfect overlapping would save", f"{duration(audit.overlap_s)} of {duration(figures.window_s)}"
     if figures.lost_s >= 0.05:
         yield "not recorded by killed processes", f"{figures.lost_s:.1f} lane-seconds"
+
+
+INTENSITY = ("phase", "seconds", "GFLOP/s", "of the measured", "GB/s", "of the measured")
+
+
+def intensity(audit: Audit) -> Table:
+    table = _table("Intensity, beside how long it took", *INTENSITY)
+    for row in intensity_rows(audit):
+        table.add_row(*row)
+    table.caption = processor_time(audit)
+    table.caption_justify = "left"
+    return table
+
+
+def intensity_rows(audit: Audit) -> list[tuple[str, ...]]:
+    """A phase each, with the columns of `INTENSITY`."""
+
+    def part(share: float | None) -> str:
+        return "not measured" if share is None else f"{share:.0%}"
+
+    return [
+        (
+            use.phase,
+            f"{use.seconds:.1f}",
+            f"{use.flop_per_s / 1e9:.3g}",
+            part(use.of_flop),
+            f"{use.bytes_per_s / 1e9:.3g}",
+            part(use.of_bytes),
+        )
+        for use in audit.uses
+    ]
+
+
+def processor_time(audit: Audit) -> str:
+    """Of each service; and its GPU, where it has one."""
+    said = []
+    for process in audit.processes:
+        gpu = "" if process.sm is None else f", SM {process.sm:.0%}, GPU memory {process.memory or 0.0:.0%}"
+        said.append(f"{process.service} {process.cpu:.2f}{gpu}")
+    return f"processor seconds per second: {'; '.join(said)}"
 
 
 def signs(found: tuple[Sign, ...]) -> Table:

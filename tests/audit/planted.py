@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from audit.analysis import Audit, analyse
+from audit.doctor import Wait, waits
 from audit.reading import read
 from broker.api import RunRecord
 from broker.connect import Run, connect_run, connect_runs
 from broker.messages import SCHEMA
+from deploy.doctor import look
 from headrace.config import BrokerConfig, Config
 from headrace.policy.loading import model_digests
+from tests.support import wait_until
 from tests.tiny import VOCABULARY
 from tests.warm import WarmProcess
 
@@ -117,6 +120,19 @@ class Planted:
             await asyncio.to_thread(process.wait, PATIENCE_S)
             assert process.returncode == 0, process.log.read_text()
         return analyse(read(self.run_folder))
+
+    async def waiting(self, who: str, what: str) -> Wait:
+        """What the doctor says of a service that waits, once it waits for a task that somebody has."""
+        found: list[Wait] = []
+
+        async def seen() -> bool:
+            assert self.port is not None
+            told = waits(await look(self._run_id, self.port))
+            found[:] = [wait for wait in told if (wait.who, wait.what) == (who, what) and "with" in "".join(wait.ids)]
+            return bool(found)
+
+        await wait_until(seen, f"the doctor sees {who} wait for {what}", PATIENCE_S)
+        return found[0]
 
     async def close(self) -> None:
         for process in self.started:

@@ -16,7 +16,12 @@ from audit.page import MOST_LANES, page
 from tests.audit.chromium import BINARY, tab
 from tests.audit.simulated import simulated
 
-RUN = simulated(decode_s=[0.4, 0.6], steps=12, train_s=0.4)
+LINE = {
+    "service": "trainer", "lane": "trainer", "pid": 1, "begin": 0.0, "end": 10.0, "cpu_s": 9.0,
+    "phases": {"forward_backward": {"seconds": 4.0, "flop": 2e12, "bytes": 1e9}},
+    "roofline": {"flop_per_s": 1e12, "bytes_per_s": 1e10},
+}  # fmt: skip
+RUN = replace(simulated(decode_s=[0.4, 0.6], steps=12, train_s=0.4), intensity=(LINE,))
 HEADINGS = [
     "What to change next",
     "Critical path",
@@ -27,6 +32,7 @@ HEADINGS = [
     "Lag of what was trained on",
     "Weight-sync latency",
     "Reward against device-hours",
+    "Intensity, beside how long it took",
     "Signs that kernels are not what to tune next",
 ]
 needs_browser = pytest.mark.skipif(

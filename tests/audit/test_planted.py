@@ -27,6 +27,10 @@ async def test_slow_reward(planted: Planted, tiny_model: Path) -> None:
     await planted.begin(config(tiny_model, environments=environments, run={"steps": 10}))
     for module, name in (("consumers", "trainer"), ("weightsync", "weights"), ("producers", "producer-1")):
         planted.start(module, name)
+    wait = await planted.waiting("trainer", "groups")
+    assert wait.whom == "producer-1"
+    assert wait.for_s is not None
+    assert wait.ids[0].startswith("task train-0000")
     named(await planted.to_its_end(), "reward")
 
 
