@@ -190,6 +190,7 @@ class Gauges:
             "published": self.published,
             "failed_rollouts": self.failed_rollouts,
             "transport": self._transport,
+            "event_loop_lag_s": round(event_loop_lag_s, 4),
         }
         for name, what in TOKENS.items():
             self._metrics.count(name, getattr(stats, name) - getattr(self._read_stats, name), help=what)

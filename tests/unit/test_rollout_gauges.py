@@ -120,6 +120,11 @@ async def test_tokens_of_the_engine_are_told_by_how_they_were_computed() -> None
     await engine.close()
 
 
+def test_a_heartbeat_says_how_late_the_event_loop_is() -> None:
+    told = Gauges(ScriptedEngine(), Metrics("r", "p1"), None)
+    assert told.heartbeat(0.75, "")["event_loop_lag_s"] == 0.75
+
+
 def test_an_outage_is_told_once_and_counted(tmp_path: Path) -> None:
     told, metrics = gauges(Journal(tmp_path / "p1.jsonl"))
     told.outage("Redis is full")
