@@ -91,6 +91,10 @@ class RunFolder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
+                if not self.config_file.exists():
+                    raise ServiceError(
+                        f"run {self.run_id} is being started here by another command; take another --run"
+                    ) from None
                 raise ServiceError(
                     f"run {self.run_id} is already running here; `headrace stop --run {self.run_id}` ends it"
                 ) from None

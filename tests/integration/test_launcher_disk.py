@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+import redis
 
 from tests.standins import Project, running, wait_until
 
@@ -62,3 +63,33 @@ def test_a_run_that_finds_no_room_for_its_configuration_leaves_nothing(project: 
     assert len(done.stderr.splitlines()) == 1
     assert done.returncode == 7
     assert not (project.folder / "runs").exists()
+
+
+def test_status_misses_nobody_where_redis_cannot_write(project: Project) -> None:
+    """Heartbeats do not pass then. A folder in the place of its file stands in for the full disk."""
+    project.hold()
+    process = project.up()
+    running(project)
+    (project.run / "redis" / "dump.rdb").mkdir()
+    url = json.loads((project.run / "connection.json").read_text())["url"]
+    with redis.Redis.from_url(url) as client:
+        client.config_set("save", "3600 1")
+        client.bgsave()
+
+        def silent() -> bool:
+            status = json.loads(project.headrace("status", "--json").stdout)
+            return not any(peer["alive"] for peer in status["processes"])
+
+        wait_until(silent, "all leases have run out")
+        shown = project.headrace("status").stdout
+        assert f"run {project.run.name}: running" in shown
+        assert "cannot write to its disk" in shown
+        assert "no heartbeat passes, so that nobody can be seen" in shown
+        assert "no producer plays" not in shown
+        scaled = project.headrace("scale", "producer", "2")
+        assert scaled.returncode == 3
+        assert "cannot write to its disk" in scaled.stderr
+        client.config_set("save", "")
+    project.let_go()
+    _, err = process.communicate(timeout=100)
+    assert (err, process.returncode) == ("", 0)

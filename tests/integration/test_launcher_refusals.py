@@ -82,7 +82,7 @@ def test_a_run_that_is_being_inspected_is_not_begun_twice(project: Project) -> N
     second = project.headrace("up", "--run", "r", "--model", "model", "--steps", "9")
     assert (second.returncode, second.stderr) == (
         7,
-        "headrace: run r is already running here; `headrace stop --run r` ends it\n",
+        "headrace: run r is being started here by another command; take another --run\n",
     )
     (project.folder / "go").touch()
     _, err = first.communicate(timeout=100)

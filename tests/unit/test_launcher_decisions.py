@@ -216,6 +216,9 @@ def test_one_launcher_per_run_folder(tmp_path: Path) -> None:
     assert not second.live
     first.lock()
     assert second.live
+    with pytest.raises(ServiceError, match="run r is being started here by another command"):
+        second.lock()
+    first.config_file.touch()
     with pytest.raises(ServiceError, match="run r is already running here"):
         second.lock()
     first.unlock()
