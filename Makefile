@@ -90,6 +90,7 @@ mutants: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.engine --check
 	$(BIN)/python -m benchmarks.trainer --check
+	$(BIN)/python -m benchmarks.ledger --check
 	$(BIN)/python -m benchmarks.broker --check
 	$(BIN)/python -m benchmarks.scale --check
 	$(BIN)/python -m benchmarks.memory --check
