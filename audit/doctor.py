@@ -38,6 +38,8 @@ WAITS: Mapping[str, tuple[str, str]] = {
     "wait_backpressure": ("a task", "the trainer, which is behind with what is finished"),
     "wait_scores": ("scores", "its reward processes"),
     "wait_behind_on_weights": ("newer weights", "its transfer"),
+    "wait_environment": ("the next turn", "its environments"),
+    "wait_broker": ("the broker", "Redis"),
     "wait_servers": ("a server that answers", "its servers"),
     "wait_drain": ("the end of what it plays", "its rollouts"),
 }
@@ -69,6 +71,8 @@ class Seen:
     """All that was looked at. Times are seconds on the broker's clock."""
 
     run: str
+    folder: str
+    """Of the run, on the trainer's host."""
     now: float
     state: RunState
     peers: tuple[Peer, ...]
@@ -206,7 +210,7 @@ def _missing(seen: Seen) -> Iterator[Finding]:
         )
     for peer in seen.peers:
         if not peer.alive:
-            yield Finding("slow", f"{peer.name} fell silent", f"tail runs/{seen.run}/logs/{peer.name}.log")
+            yield Finding("slow", f"{peer.name} fell silent", _log(seen, peer.name))
 
 
 def _troubles(seen: Seen) -> Iterator[Finding]:
@@ -216,9 +220,7 @@ def _troubles(seen: Seen) -> Iterator[Finding]:
             if isinstance(row, dict) and row.get("reason"):
                 since = _number(row.get("since"))
                 held = f", for {ago(seen.now - since)}" if since else ""
-                yield Finding(
-                    "fault", f"{peer.name}{held}: {row['reason']}", f"tail runs/{seen.run}/logs/{peer.name}.log"
-                )
+                yield Finding("fault", f"{peer.name}{held}: {row['reason']}", _log(seen, peer.name))
     for kind in seen.unbalanced:
         yield Finding("fault", f"the balance sheet of {kind} tasks does not close", f"headrace status --run {seen.run}")
 
@@ -232,12 +234,12 @@ def _stalled(seen: Seen) -> Iterator[Finding]:
     for service, seconds in silent.items():
         if seconds > SILENT_S:
             sentence = f"{service} has recorded nothing for {ago(seconds)}: its process is stopped, or its disk is full"
-            yield Finding("fault", sentence, f"tail runs/{seen.run}/logs/{service}.log")
+            yield Finding("fault", sentence, _log(seen, service))
     for producer, progress in seen.progress.items():
         stuck = seen.now - progress.since
         if producer in alive and progress.busy_slots and stuck > STUCK_S:
             sentence = f"{producer} made no token for {ago(stuck)}, with {progress.busy_slots} sequences in its slots"
-            yield Finding("fault", sentence, f"tail runs/{seen.run}/logs/{producer}.log")
+            yield Finding("fault", sentence, _log(seen, producer))
 
 
 def _behind(seen: Seen) -> Iterator[Finding]:
@@ -269,7 +271,7 @@ def _command(seen: Seen, wait: Wait) -> str:
     if wait.what in ("newer weights", "its first weights"):
         return f"headrace weights list --run {seen.run}"
     if wait.what == "room on the disk for a checkpoint":
-        return f"df -h runs/{seen.run}"
+        return f"df -h {seen.folder}"
     return f"headrace audit {seen.run}"
 
 
@@ -305,6 +307,11 @@ def _memory(seen: Seen) -> Iterator[Finding]:
     if limit and used >= NEARLY_FULL * limit:
         sentence = f"Redis uses {used >> 20} MiB of its maxmemory of {limit >> 20} MiB: when it is full, producers wait"
         yield Finding("slow", sentence, "redis-cli CONFIG SET maxmemory BYTES")
+
+
+def _log(seen: Seen, service: str) -> str:
+    """Where a service that the launcher started prints."""
+    return f"tail {seen.folder}/logs/{service}.log"
 
 
 def _number(value: Any) -> float:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ async def look(run_id: str, port: Run) -> Seen:
     tails = {file.stem: list(tail(file)) for file in journals(record.folder)}
     return Seen(
         run=run_id,
+        folder=record.folder,
         now=now,
         state=await port.state(),
         peers=tuple(await port.peers()),
@@ -75,6 +76,10 @@ def standings(service: str, lines: list[dict[str, Any]]) -> Iterator[tuple[tuple
     pids: dict[str, int] = {}
     offset = offset_of(lines) or 0.0
     for line in lines:
+        if line.get("event") == "still":
+            for lane in line.get("lanes") or ():
+                if lane in found and pids[lane] == line["pid"]:
+                    found[lane] = replace(found[lane], written=float(line["until"]) + offset)
         if line.get("event") != "spans" or not (line.get("spans") or line.get("sums")):
             continue
         lane, begin = str(line["lane"]), float(line["begin"]) + offset

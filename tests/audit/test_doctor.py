@@ -25,6 +25,7 @@ def peer(name: str, role: str, *, alive: bool = True, **state: Any) -> Peer:
 
 HEALTHY = Seen(
     run="r",
+    folder="runs/r",
     now=NOW,
     state=RunState("running", step=9),
     peers=(
@@ -147,6 +148,15 @@ def test_a_phase_lasts_over_records() -> None:
         {"event": "clock", "offset_s": 0.25},
     ]
     assert dict(standings("p", lines)) == {("p", "host"): Standing("wait_no_task", 10.75, 12.25)}
+
+
+def test_lanes_that_stay_where_they_are_share_a_line() -> None:
+    lines = [
+        spans(10.0, ("wait_no_task", 1.0)),
+        {"event": "still", "lanes": ["host", "score/sums/0"], "until": 14.0, "pid": 7, "host": "a"},
+        {"event": "still", "lanes": ["host"], "until": 99.0, "pid": 8, "host": "a"},
+    ]
+    assert dict(standings("p", lines)) == {("p", "host"): Standing("wait_no_task", 10.0, 14.0)}
 
 
 def test_a_new_process_begins_anew_and_one_that_ended_stands_nowhere() -> None:
