@@ -6,6 +6,7 @@ The server is a stand-in of some lines: what is looked at are processes and file
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,12 +19,12 @@ import pytest
 
 from headrace.errors import EngineError
 from producers.engines.sglang import guard
-from producers.engines.sglang.client import ServerRefused, SglangClient
+from producers.engines.sglang.client import ServerGone, ServerRefused, SglangClient
 from producers.engines.sglang.launch import LaunchSpec, Server
-from tests.support import wait_here
+from tests.support import wait_here, wait_until
 
 STAND_IN = """
-import http.server, subprocess, sys, time
+import http.server, os, subprocess, sys, time
 
 def value(flag):
     return sys.argv[sys.argv.index(flag) + 1]
@@ -43,12 +44,14 @@ if "--hoard" in sys.argv:
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         right = self.headers.get("Authorization") == "Bearer " + key
+        while self.path == "/server_info" and "--warms-up" in sys.argv and not os.path.exists(value("--warms-up")):
+            time.sleep(0.01)
         self.send_response(200 if right else 401)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(b'{"weight_version": "default"}' if right else b'{"error": {"message": "Unauthorized"}}')
 
-http.server.HTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
+http.server.ThreadingHTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
 """
 
 Start = Callable[..., Server]
@@ -121,6 +124,25 @@ async def test_a_server_answers_and_is_gone_with_all_its_processes(start: Start)
     await server.close()
     assert not server.alive
     wait_here(lambda: group(server.pid) == [], "nothing of it is left")
+
+
+async def test_a_server_that_is_warming_up_is_waited_for(start: Start, tmp_path: Path) -> None:
+    """It says what its model is before its scheduler has computed anything."""
+    server = start("--warms-up", str(tmp_path / "warm"))
+    async with SglangClient(server.url, server.admin_key) as client:
+        ready = asyncio.create_task(server.ready(client))
+
+        async def answers() -> bool:
+            with contextlib.suppress(ServerGone):
+                return (await client.model_info())["weight_version"] == "default"
+            return False
+
+        await wait_until(answers, "it says what its model is")
+        for _ in range(20):
+            await client.model_info()
+        assert not ready.done()
+        (tmp_path / "warm").touch()
+        await ready
 
 
 async def test_nobody_else_sees_its_key(start: Start, spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:

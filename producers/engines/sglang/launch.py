@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ class LaunchSpec:
     logs: Path | None = None
     """Folder for its output; None is one of the temporary files."""
     start_s: float = 900.0
-    """Until it answers: it loads the model, and may compile kernels."""
+    """Until its scheduler answers: it loads the model, and may compile kernels."""
 
 
 class Server:
@@ -78,17 +79,18 @@ class Server:
         return self._guard.poll() is None
 
     async def ready(self, client: SglangClient) -> None:
-        """Wait until it answers. Raises EngineError, with the end of its log, when it ends or takes too long."""
-        look_s, left_s = FIRST_LOOK_S, self._spec.start_s
-        while left_s > 0:
+        """Wait until its scheduler answers. Raises EngineError, with the end of its log, where it does not."""
+        look_s, until = FIRST_LOOK_S, time.monotonic() + self._spec.start_s
+        while (left_s := until - time.monotonic()) > 0:
             with contextlib.suppress(ServerGone, ServerBroken, ServerRefused):
                 await client.model_info(timeout_s=5.0)
                 # It has read it.
                 self._config.unlink(missing_ok=True)
+                # A first request of its own may compile kernels, between the answers of its two processes.
+                await client.server_info(timeout_s=left_s)
                 return
             if await self.ended_within(look_s):
                 raise EngineError(f"server {self._name} ended while it started. {self.last_words()}")
-            left_s -= look_s
             look_s = min(LAST_LOOK_S, 1.5 * look_s)
         raise EngineError(
             f"server {self._name} did not answer within {self._spec.start_s:.0f} s; raise "
