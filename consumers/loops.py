@@ -117,8 +117,11 @@ class TrainerLoops:
         self._service.stop("the trainer has ended")
 
     def health(self) -> dict[str, Any]:
-        """What `/healthz` shows; not ok once no heartbeat was accepted for two leases."""
-        return {"ok": time.monotonic() - self._contact < 2 * LEASE_S, "service": NAME, **self._state()}
+        """What `/healthz` shows; not ok before its first weights are out, nor once no heartbeat was accepted for two
+        leases."""
+        serves = self._publisher.stats().published > 0
+        heard = time.monotonic() - self._contact < 2 * LEASE_S
+        return {"ok": serves and heard, "starting": not serves, "service": NAME, **self._state()}
 
     # -- loops
 

@@ -68,8 +68,8 @@ def seen(module_launches: Launches, tiny_model: Path) -> Seen:
     process = launches.up("--config", "examples/quickstart.toml", "--model", str(tiny_model), "--steps", str(STEPS))
     urls = metrics_urls(launches)
     first = {name: read(url) for name, url in urls.items()}
-    health = {name: json.loads(get(url.replace("/metrics", "/healthz"))) for name, url in urls.items()}
     wait_here(lambda: len(launches.steps()) >= 2, "two steps are made", PATIENCE_S)
+    health = {name: json.loads(get(url.replace("/metrics", "/healthz"))) for name, url in urls.items()}
     second = {name: read(url) for name, url in urls.items()}
     out, err = process.communicate(timeout=PATIENCE_S)
     return Seen(
