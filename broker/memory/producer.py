@@ -29,6 +29,7 @@ class MemoryProducer(MemoryService):
         for entry in store.tasks.values():
             if entry.consumer == hello.producer:
                 entry.consumer = NOBODY
+        store.peers.pop(hello.producer, None)
         self._beat(hello.producer)
 
     async def take(self, producer: str, count: int, block_ms: int) -> list[TaskDelivery]:

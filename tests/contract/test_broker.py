@@ -176,6 +176,7 @@ async def test_a_process_that_joins_under_an_old_name_holds_nothing(service: Ser
     await beat(before, "p0")
     (old,) = await before.take("p0", 1, 0)
     await after.join(Hello("p0", SCHEMA, record.digests, "host", 2))
+    assert await trainer.peers() == [], "it has said nothing yet, and the one before is gone"
     (new,) = await after.take("p0", 1, 0)
     assert (new.task, new.attempt) == (old.task, 2)
     assert await before.publish("p0", old, make_group(old.task, 1, "p0")) == "superseded"
