@@ -219,6 +219,26 @@ async def test_logprobs_after_a_commit_are_those_of_the_cache_that_was_asked_for
     await engine.close()
 
 
+async def test_what_is_computed_is_what_the_arithmetic_says(folder: Path) -> None:
+    engine = await started(folder)
+    done = await asyncio.gather(*(engine.generate(ask(f"r{seed}", prompt=21, seed=seed)) for seed in range(2)))
+    assert all(0 < one.first_token_s <= one.queue_s + one.decode_s for one in done)
+    work, shape, seconds = engine.lane.done(), engine._runner.shape, engine.lane.seconds()
+    # Two prompts alike: one is computed, all but its last token is copied, the last is computed for both.
+    prompts = shape.forward_flop(21, sum(range(1, 22)), 1)
+    # Of ten tokens the first comes with the prompt; of the copy, it is decoded.
+    first = sum(shape.forward_flop(1, 21 + n, 1) for n in range(1, 10))
+    copy = sum(shape.forward_flop(1, 21 + n, 1) for n in range(10))
+    assert work["prefill"].flop + work["decode"].flop == pytest.approx(prompts + first + copy, rel=0.02)
+    assert seconds["prefill"] > 0
+    assert seconds["decode"] > seconds["prefill"]
+    assert engine.roofline is not None
+    assert engine.roofline.dtype == "float32"
+    assert (engine.lane.place.kind, engine.lane.place.device, engine.lane.place.devices) == ("device", "cpu", 1)
+    assert engine.lane.thread == engine._thread.native_id  # type: ignore[union-attr]
+    await engine.close()
+
+
 async def test_a_prompt_that_is_only_begun_is_begun_anew(folder: Path) -> None:
     engine = await started(folder, kv="recompute")
     request = ask("a", prompt=40)
