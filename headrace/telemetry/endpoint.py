@@ -6,6 +6,7 @@ Beyond loopback `/metrics` is only for who sends the token, as `Authorization: B
 from __future__ import annotations
 
 import hmac
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +50,7 @@ class Endpoint:
         except OSError as error:
             await self._runner.cleanup()
             raise ServiceError(
-                f"port {port} of /metrics on {host} cannot be bound ({error.strerror}); choose another by "
+                f"port {port} of /metrics on {host} cannot be bound ({os.strerror(error.errno or 0)}); choose another by "
                 "telemetry.port or HEADRACE_METRICS_PORT, or 0 for a free one"
             ) from error
         self.port = self._runner.addresses[0][1]

@@ -62,10 +62,9 @@ class Stack:
         return inspected(self.containers(service)[0])
 
     def health(self, service: str) -> tuple[str, str]:
-        """Status, and what its health check said last."""
+        """Status, and what its health check has said: the last few times."""
         health = self.inspect(service)["State"].get("Health", {})
-        said = health.get("Log") or [{"Output": ""}]
-        return health.get("Status", "none"), said[-1]["Output"]
+        return health.get("Status", "none"), "".join(each["Output"] for each in health.get("Log") or [])
 
     def logs(self, service: str) -> str:
         return self.compose("logs", "--no-color", "--no-log-prefix", service, check=False).stdout

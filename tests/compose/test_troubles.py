@@ -57,7 +57,7 @@ def test_a_secret_whose_file_is_missing(mended: Stack, tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken(mended: Stack) -> None:
     mended.with_files(HERE / "compose.port.yaml").up("--no-deps", "producer")
-    says(mended, "producer", "port 9100 of /metrics on 0.0.0.0 cannot be bound (address already in use)")
+    says(mended, "producer", "port 9100 of /metrics on 0.0.0.0 cannot be bound (Address already in use)")
     assert "HEADRACE_METRICS_PORT" in mended.health("producer")[1]
 
 
