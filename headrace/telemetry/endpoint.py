@@ -49,9 +49,10 @@ class Endpoint:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             await self._runner.cleanup()
+            why = os.strerror(error.errno or 0)
             raise ServiceError(
-                f"port {port} of /metrics on {host} cannot be bound ({os.strerror(error.errno or 0)}); choose another by "
-                "telemetry.port or HEADRACE_METRICS_PORT, or 0 for a free one"
+                f"port {port} of /metrics on {host} cannot be bound ({why}); choose another by telemetry.port or "
+                "HEADRACE_METRICS_PORT, or 0 for a free one"
             ) from error
         self.port = self._runner.addresses[0][1]
         reached = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 - a comparison
