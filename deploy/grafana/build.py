@@ -15,6 +15,8 @@ Panel = tuple[str, str, dict[str, str]]
 """Title, unit, and legend to query. `$run` is the run that is shown."""
 
 RUN = '{run="$run"}'
+LAG_HISTOGRAM = "Lag histogram of consumed groups, steps"
+"""A heatmap; all others are lines."""
 DASHBOARDS: dict[str, list[Panel]] = {
     "Overview": [
         ("Reward", "short", {
@@ -36,6 +38,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "95 %": f"histogram_quantile(0.95, sum by (le) (rate(headrace_trainer_lag_bucket{RUN}[5m])))",
             "bound": f"headrace_trainer_max_lag{RUN}",
         }),
+        (LAG_HISTOGRAM, "short", {"{{le}}": f"sum by (le) (increase(headrace_trainer_lag_bucket{RUN}[1m]))"}),
         ("Weight-sync latency, seal to commit", "s", {"{{service}}": f"headrace_weight_latency_seconds{RUN}"}),
         ("Queues", "short", {"{{queue}}": f"headrace_queue_entries{RUN}"}),
         ("Balance sheet, training tasks", "short", {"{{row}}": 'headrace_balance_tasks{run="$run", kind="train"}'}),
@@ -136,15 +139,22 @@ def _run() -> dict[str, Any]:
 
 
 def _panel(number: int, title: str, unit: str, queries: dict[str, str]) -> dict[str, Any]:
+    heat = title == LAG_HISTOGRAM
     return {
         "id": number + 1,
         "title": title,
-        "type": "timeseries",
+        "type": "heatmap" if heat else "timeseries",
         "datasource": DATASOURCE,
         "gridPos": {"x": number % 2 * WIDTH, "y": number // 2 * HEIGHT, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0 if unit != "short" else None}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": query, "legendFormat": legend}
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": DATASOURCE,
+                "expr": query,
+                "legendFormat": legend,
+                "format": "heatmap" if heat else "time_series",
+            }
             for index, (legend, query) in enumerate(queries.items())
         ],
     }
