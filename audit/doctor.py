@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from audit.records import IDLE_PREFIX
 from broker.api import Peer, RunState
 from broker.looks import OpenTask, QueueDepths
 
@@ -152,10 +151,10 @@ def _phase(seen: Seen, peer: Peer) -> tuple[str, float | None]:
     """What a service as a whole does, and since when."""
     lane = {"producer": "host", "trainer": "trainer"}.get(peer.role, "")
     standing = seen.lanes.get((peer.name, lane))
-    said = str(peer.state.get("phase") or "")
-    if standing is not None and standing.phase.startswith(IDLE_PREFIX):
+    if standing is not None:
         return standing.phase, standing.since
-    return said, None
+    # Its journal is on another machine: what its heartbeat said.
+    return str(peer.state.get("phase") or ""), None
 
 
 def _ids(seen: Seen, peer: Peer, phase: str) -> tuple[tuple[str, ...], str]:

@@ -83,6 +83,11 @@ def test_a_producer_that_waits_for_weights_says_for_which() -> None:
     assert only(replace(HEALTHY, lanes=lanes)).command == "headrace weights list --run r"
 
 
+def test_what_a_lane_recorded_is_newer_than_a_heartbeat() -> None:
+    peers = (peer("trainer", "trainer", phase="wait_groups"), peer("producer-1", "producer", phase="play"))
+    assert waits(replace(HEALTHY, peers=peers)) == []
+
+
 def test_without_the_folder_the_wait_is_told_without_its_time() -> None:
     peers = (peer("producer-1", "producer", phase="wait_no_task"), peer("trainer", "trainer"))
     (wait,) = waits(replace(HEALTHY, lanes={}, peers=peers))
