@@ -41,7 +41,7 @@ class CompletionsClient(HttpClient):
 
     async def resume(self) -> None:
         """vLLM's."""
-        await self._post("/resume", None, ASK_S)
+        await self._post("/resume", None, UPDATE_S)
 
     async def reload_weights(self, folder: str) -> None:
         """vLLM's: load the model's tensors from a folder of the server's machine."""
@@ -54,7 +54,7 @@ class CompletionsClient(HttpClient):
 
     async def update_weight_version(self, label: str) -> None:
         """vLLM's: the label alone."""
-        await self._post("/update_weight_version", {"new_version": label}, ASK_S)
+        await self._post("/update_weight_version", {"new_version": label}, UPDATE_S)
 
     async def weight_checksums(self) -> dict[str, str]:
         """vLLM's: SHA-256 of the bytes of each tensor, by rank and name, as "dp0:pp0:pcp0:tp0:model.norm.weight"."""

@@ -13,7 +13,7 @@ from headrace.errors import EngineError
 ASK_S = 30.0
 """For what a server answers out of hand; its scheduler may be in the middle of a long prefill."""
 UPDATE_S = 600.0
-"""For what moves weights; the callers have deadlines of their own, by the size."""
+"""For orders around an update; the callers have deadlines of their own, by the size."""
 REQUEST_S = 3600.0
 """For one completion; whether the server goes on is watched meanwhile."""
 KEEP_ALIVE_S = 2.0

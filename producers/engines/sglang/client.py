@@ -80,7 +80,7 @@ class SglangClient(HttpClient):
     ) -> dict[str, Any]:
         body = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
         body |= {"world_size": world_size, "group_name": group_name, "backend": backend}
-        return await self._told("/init_weights_update_group", body, UPDATE_S)
+        return await self._told("/init_weights_update_group", body)
 
     async def destroy_weights_update_group(self, *, group_name: str) -> dict[str, Any]:
         return await self._told("/destroy_weights_update_group", {"group_name": group_name})
@@ -108,7 +108,7 @@ class SglangClient(HttpClient):
         self, *, action: str = "checksum", skip_tensor_list: Sequence[str] = ()
     ) -> dict[str, Any]:
         body = {"action": action, "skip_tensor_list": list(skip_tensor_list)}
-        return await self._told("/weights_checker", body, UPDATE_S)
+        return await self._told("/weights_checker", body)
 
     async def get_weights_by_name(self, name: str, *, truncate_size: int) -> Any:
         return await self._json("POST", "/get_weights_by_name", {"name": name, "truncate_size": truncate_size})
@@ -128,11 +128,11 @@ class SglangClient(HttpClient):
 
     async def _update(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Loads weights. Never aborts what runs, which a server may do by itself where it is not told."""
-        return await self._told(path, {**body, "abort_all_requests": False}, UPDATE_S)
+        return await self._told(path, {**body, "abort_all_requests": False})
 
-    async def _told(self, path: str, body: Mapping[str, Any], timeout_s: float = ASK_S) -> dict[str, Any]:
+    async def _told(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """An order. Some answer 200 with success = false."""
-        answer = await self._json("POST", path, body, timeout_s)
+        answer = await self._json("POST", path, body, UPDATE_S)
         if not isinstance(answer, dict):
             return {}
         if answer.get("success") is False:
