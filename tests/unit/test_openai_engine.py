@@ -66,6 +66,25 @@ async def test_ids_log_probs_and_the_version_come_as_the_server_has_them(make: M
     assert done.finish_reason == "length"
 
 
+async def test_the_devices_of_all_servers_are_one_lane_whose_split_is_estimated(make: Make) -> None:
+    async with CompletionServer() as one, CompletionServer() as two:
+        engine = await make(one, two, devices=4)
+        place = engine.lane.place
+        assert (place.kind, place.devices, place.estimated) == ("device", 8, True)
+        await engine.generate(ask())
+        await wait_until(lambda: engine.lane.phase == "wait_start", "it has nothing to do")
+        engine.lane.because("no_task")
+        assert engine.lane.phase == "wait_no_task"
+        assert engine.lane.seconds()["decode"] > 0
+        for number in range(20):
+            await engine.generate(ask(f"t/{number}/0"))
+        await asyncio.gather(*(engine.generate(ask(f"u/{number}/0")) for number in range(8)))
+        # What requests cost is known by now: prompts have a part of it, or none where it cannot be told apart.
+        engine._split(8)
+        assert sum(share for _, share in engine._shares) == pytest.approx(1.0)
+        assert engine._counted.decoded >= 64
+
+
 async def test_it_ends_with_the_first_stop_token(make: Make) -> None:
     async with CompletionServer() as server:
         done = await (await make(server)).generate(ask(stop_token_ids=(5,)))

@@ -49,7 +49,15 @@ class OpenAIEngine(ServersEngine[CompletionsReplica]):
 
         Raises ConfigError where the variable with the servers' key is not set.
         """
-        super().__init__(folder, "resume", slots=slots, context_length=context_length, seed=seed, decode=decode)
+        super().__init__(
+            folder,
+            "resume",
+            slots=slots,
+            context_length=context_length,
+            seed=seed,
+            decode=decode,
+            devices=options.devices,
+        )
         self._options, self._sampling = options, sampling
         self._key = _key(options.api_key_env)
 

@@ -21,6 +21,7 @@ from headrace.errors import EngineError
 from producers.engines.remote.answers import Generated
 from producers.engines.remote.http import ServerBroken, ServerGone, ServerRefused
 from producers.engines.remote.job import Job
+from producers.engines.remote.rates import Rates
 from producers.engines.remote.refill import choose
 from producers.engines.remote.replica import Replica
 from producers.engines.remote.spans import Kv, Labels
@@ -62,6 +63,7 @@ class Dispatcher:
         self.slots = 1
         """Requests open at all servers together, at most."""
         self.counts = Counts()
+        self.rates = Rates()
         self.waiting: deque[Job] = deque()
         self._kv, self._decode, self._changed = kv, decode, changed
         self._sends: dict[Job, tuple[asyncio.Task[None], Replica, str]] = {}
@@ -155,10 +157,10 @@ class Dispatcher:
     async def _ask(self, job: Job, replica: Replica, rid: str) -> bool:
         """One request; whether there has to be another one."""
         assert job.asked is not None
-        label, life = self.labels.of(job.asked), replica.life
+        label, life, start = self.labels.of(job.asked), replica.life, time.perf_counter()
         try:
             got = await _answer(replica, job, rid, label, life)
-            end = self._take(job, replica, got)
+            end = self._take(job, replica, got, time.perf_counter() - start)
         except (ServerGone, ServerBroken, ServerRefused) as error:
             if isinstance(error, ServerRefused) and error.status in FAULTS_OF_REQUESTS:
                 log.warning("server %s refused request %s: %s", replica.name, job.request.request_id, error)
@@ -171,14 +173,14 @@ class Dispatcher:
             job.complete(end.reason, time.perf_counter(), end.why)
         return end is None
 
-    def _take(self, job: Job, replica: Replica, got: Generated) -> End | None:
-        """How the job has ended; None where it has not. Raises ServerBroken."""
+    def _take(self, job: Job, replica: Replica, got: Generated, seconds: float) -> End | None:
+        """How the job has ended; None where it has not. `seconds`: since its server was asked. Raises ServerBroken."""
         before, asked = len(job.tokens), job.asked
         count = job.add(got, self.labels, self._kv, replica.version)
         if count is None:
             replica.answered(0)
             return self._nothing(job, f"what server {replica.name} sampled is of no known version")
-        self._count(job, got, before, count)
+        self._count(job, got, before, count, seconds)
         changes = max(0, len(got.meta_info.weight_versions or ()) - 1) if self._kv == "recompute" else 0
         replica.answered(max(0, got.meta_info.num_retractions - changes))
         reason = job.ended(got, self._decode, before)
@@ -201,9 +203,10 @@ class Dispatcher:
         log.info("request %s is asked again: %s", job.request.request_id, why)
         return None
 
-    def _count(self, job: Job, got: Generated, before: int, count: int) -> None:
+    def _count(self, job: Job, got: Generated, before: int, count: int, seconds: float) -> None:
         meta, counts = got.meta_info, self.counts
         computed = max(0, meta.prompt_tokens - meta.cached_tokens)
+        self.rates.note(computed, count, seconds)
         counts.decoded += count
         if before:
             counts.recomputed += computed

@@ -33,6 +33,8 @@ class ServerOptions(Section):
 
     urls: tuple[Url, ...] = Field((), max_length=64)
     """Servers that are there already, as "http://host:port"."""
+    devices: int = Field(1, ge=1, le=4096)
+    """Of each server, as the run's device-hours count them."""
     verify: Verify = "all"
     """Which tensors are compared with what was published, after each update."""
     restarts: int = Field(5, ge=0, le=1000)

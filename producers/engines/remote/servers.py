@@ -14,6 +14,7 @@ import json
 import logging
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -21,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import EngineError, ModelError
-from headrace.telemetry.phases import Lane
+from headrace.telemetry.phases import Lane, Place
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request, SamplingParams
 from producers.engines.remote.buffers import Buffers
-from producers.engines.remote.dispatch import Dispatcher
+from producers.engines.remote.dispatch import Counts, Dispatcher
 from producers.engines.remote.job import Job
 from producers.engines.remote.refill import group_key
 from producers.engines.remote.replica import Offer, Replica
@@ -37,6 +38,8 @@ from weightsync.manifest import Layout
 
 log = logging.getLogger(__name__)
 
+SPLIT_TOKENS = 64
+"""Sampled tokens, of requests that have ended, from which the split between prompts and decoding is estimated anew."""
 SAMPLE_S = 0.25
 """Between two counts of the busy slots."""
 MOST_TOKENS = 1 << 30
@@ -53,11 +56,20 @@ class ServersEngine(abc.ABC, Generic[R]):
     """Of its servers, for messages."""
 
     def __init__(
-        self, folder: Path, kv: Kv, *, slots: int, context_length: int, seed: int, decode: Decode | None
+        self,
+        folder: Path,
+        kv: Kv,
+        *,
+        slots: int,
+        context_length: int,
+        seed: int,
+        decode: Decode | None,
+        devices: int,
     ) -> None:
         """`folder`: the model's. `decode`: token ids to text, for stop strings that begin in one request to a server
-        and end in the next."""
-        self._folder = folder
+        and end in the next. `devices`: of each server.
+        """
+        self._folder, self._devices = folder, devices
         self._slots, self._context_length, self._seed = slots, context_length, seed
         self._buffers = Buffers(folder)
         self._labels = Labels(f"local.{secrets.token_hex(4)}")
@@ -74,7 +86,10 @@ class ServersEngine(abc.ABC, Generic[R]):
         self._turned = asyncio.Event()
         """Set whenever a server changes."""
         self._steps = self._busy_steps = 0
-        self.lane = Lane("engine", "start")
+        self._counted = Counts()
+        """When the shares below were set."""
+        self._shares = [("decode", 1.0)]
+        self.lane = Lane("engine", "start", place=Place("device", "server", 1, estimated=True))
 
     @property
     def replicas(self) -> tuple[R, ...]:
@@ -116,6 +131,7 @@ class ServersEngine(abc.ABC, Generic[R]):
             await self.close()
             raise
         self._dispatcher.slots = self._slots
+        self.lane.place.devices = self._devices * len(self._replicas)
         self._fit()
         self._started = True
         self._changed()
@@ -248,7 +264,13 @@ class ServersEngine(abc.ABC, Generic[R]):
         self._dispatcher.pump()
 
     def _changed(self) -> None:
-        self.lane.enter(self._phase())
+        phase = self._phase()
+        if phase == "decode":
+            self.lane.enter_shared(self._shares)
+        elif phase == "wait":
+            self.lane.wait()
+        else:
+            self.lane.enter(phase)
 
     def _phase(self) -> str:
         """What the whole does. Time in which no server serves is waiting, like that without tasks."""
@@ -257,7 +279,7 @@ class ServersEngine(abc.ABC, Generic[R]):
             return "wait_start" if self._started else "start"
         if self._dispatcher.open:
             return "decode" if "serving" in states else "swap"
-        return "wait_servers" if self._dispatcher.waiting else "wait_tasks"
+        return "wait_servers" if self._dispatcher.waiting else "wait"
 
     async def _sample(self) -> None:
         """Counts busy slots from time to time: servers do not tell of their steps."""
@@ -266,6 +288,19 @@ class ServersEngine(abc.ABC, Generic[R]):
             if busy := min(self._dispatcher.open, self._slots):
                 self._steps += 1
                 self._busy_steps += busy
+                self._split(busy)
+
+    def _split(self, busy: int) -> None:
+        """Estimate what of the time goes to prompts, by the tokens of the requests that have ended lately."""
+        now, before = self._dispatcher.counts, self._counted
+        decoded = now.decoded - before.decoded
+        if decoded < SPLIT_TOKENS:
+            return
+        prefilled, recomputed = now.prefilled - before.prefilled, now.recomputed - before.recomputed
+        together = busy / max(1, sum(replica.state == "serving" for replica in self.replicas))
+        self._shares = self._dispatcher.rates.shares(prefilled, recomputed, decoded, together)
+        self._counted = replace(now)
+        self._changed()
 
 
 def _vocabulary(folder: Path) -> int:

@@ -42,7 +42,15 @@ class SglangEngine(ServersEngine[SglangReplica]):
 
         Raises ConfigError for a file with the servers' key that cannot be read.
         """
-        super().__init__(folder, options.kv, slots=slots, context_length=context_length, seed=seed, decode=decode)
+        super().__init__(
+            folder,
+            options.kv,
+            slots=slots,
+            context_length=context_length,
+            seed=seed,
+            decode=decode,
+            devices=options.devices,
+        )
         self._options, self._dtype = options, dtype
         self._key = secret(KEY_VARIABLE, os.environ) if options.urls else ""
         self._logs: Path | None = None
