@@ -56,6 +56,8 @@ class Player:
         """Of every rollout; then none has an advantage, and steps cost nothing. None depends on the tokens."""
         self.paused = False
         self.may_be_superseded = False
+        self.logprob = -5.55
+        """Of every token: about what the tiny model gives it."""
         self.behind = 0
         """So many steps older is the version of the first half of each rollout's tokens."""
         self.stops: set[str] = set()
@@ -108,7 +110,7 @@ class Player:
         tokens = rng.integers(0, 64, size).astype(np.int32)
         tokens[:4] = 7
         mask = np.arange(size) >= 4
-        logprobs = np.where(mask, -5.55, 0).astype(np.float32)
+        logprobs = np.where(mask, self.logprob, 0).astype(np.float32)
         reward = float(tokens[-1] % 2) if self.reward is None else self.reward
         middle = 4 + self.completion // 2
         old = PolicyVersion(version.incarnation, max(self._first(version), version.step - self.behind))

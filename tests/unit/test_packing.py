@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,35 @@ def test_rows_keep_the_budget_and_compute_a_prompt_once(made: list[list[Sample]]
             assert 0 <= target < 97
 
 
+@given(made=groups(), budget=st.integers(8, 60))
+def test_all_loss_tokens_of_a_rollout_are_in_one_row(made: list[list[Sample]], budget: int) -> None:
+    items = [i for members in made for i in members if i.trajectory.loss_mask_T.any()]
+    rows = pack(made, budget)
+    found = []
+    for row in rows:
+        assert set(row.rollouts_N.tolist()) == set(range(sum(len(block.suffixes) for block in row.blocks)))
+        for number in range(row.rollouts_N.max() + 1):
+            mine = row.rollouts_N == number
+            assert set(row.lengths_N[mine].tolist()) == {mine.sum()}
+            found.append(row.targets_N[mine].tolist())
+    assert found == [i.trajectory.token_ids_T[i.trajectory.loss_mask_T].tolist() for i in items]
+
+
+def test_tokens_of_the_trained_version_are_marked() -> None:
+    one = sample([5, 6, 7, 8, 9, 4, 3], [False, True, True, True, False, True, True], 1.0).trajectory
+    version = PolicyVersion(2, 5)
+    spans = (
+        VersionSpan(1, 2, PolicyVersion(2, 4)),
+        VersionSpan(2, 3, version, "kept"),
+        VersionSpan(3, 4, version),
+        VersionSpan(5, 6, version),
+        VersionSpan(6, 7, PolicyVersion(1, 5)),
+    )
+    given = [[Sample(replace(one, spans=spans), 1.0)]]
+    assert pack(given, 50, version)[0].current_N.tolist() == [False, False, True, True, False]
+    assert not pack(given, 50)[0].current_N.any(), "where no version is named, none is"
+
+
 def test_the_layout_of_a_row() -> None:
     members = [
         sample([5, 6, 7, 8], [False, False, True, True], 1.0),
@@ -139,6 +169,7 @@ def test_the_layout_of_a_row() -> None:
     assert row.targets_N.tolist() == [7, 8, 7, 4]
     assert row.advantages_N.tolist() == [1, 1, -1, -1]
     assert row.lengths_N.tolist() == [2, 2, 2, 2]
+    assert row.rollouts_N.tolist() == [0, 0, 1, 1]
 
 
 def test_a_shared_prefix_ends_before_the_first_sampled_token() -> None:
