@@ -35,6 +35,20 @@ def goes_on(stack: Stack, steps: int = 3) -> None:
     wait_here(lambda: stack.step() >= now + steps, f"{steps} steps after step {now}", PATIENCE_S)
 
 
+def kill(stack: Stack, service: str) -> None:
+    """With signal 9, all of its processes; waits until its restart policy has brought it back."""
+    before = stack.inspect(service)
+    stack.execute(service, "sh", "-c", EVERYTHING, check=False)
+
+    def back() -> bool:
+        now = stack.inspect(service)
+        return bool(now["State"]["StartedAt"] != before["State"]["StartedAt"] and now["State"]["Running"])
+
+    wait_here(back, f"{service} was started again", PATIENCE_S)
+    assert stack.inspect(service)["RestartCount"] == before["RestartCount"] + 1
+    wait_here(lambda: stack.health(service)[0] == "healthy", f"{service} is healthy again", PATIENCE_S)
+
+
 def closed(status: dict[str, Any]) -> bool:
     return all(sheet["closed"] for sheet in status["balance"].values())
 
@@ -65,8 +79,7 @@ def test_what_dead_containers_left_in_shared_memory_goes(running: Stack) -> None
     def segments() -> set[str]:
         return set(running.execute("weights", "ls", "/weights").split())
 
-    running.execute("trainer", "sh", "-c", EVERYTHING, check=False)
-    wait_here(lambda: running.health("trainer")[0] == "healthy", "the trainer is back", PATIENCE_S)
+    kill(running, "trainer")
     goes_on(running, 8)
     live = 3 + 2  # weights.max_live_versions, one that a reader has, one that is made ready
     wait_here(lambda: len(segments()) <= live, f"at most {live} segments lie in shared memory", PATIENCE_S)
@@ -118,10 +131,8 @@ def ended(stack: Stack, service: str, file: Path) -> Iterator[Callable[[], list[
 
 @pytest.mark.parametrize("service", [*SERVICES, "prometheus"])
 def test_killed_with_signal_9_it_is_restarted_and_the_run_goes_on(running: Stack, service: str) -> None:
-    before, count = running.step(), running.inspect(service)["RestartCount"]
-    running.execute(service, "sh", "-c", EVERYTHING, check=False)
-    wait_here(lambda: running.inspect(service)["RestartCount"] == count + 1, "it was restarted", PATIENCE_S)
-    wait_here(lambda: running.health(service)[0] == "healthy", "it is healthy again", PATIENCE_S)
+    before = running.step()
+    kill(running, service)
     assert running.step() >= before, "nothing is lost"
     goes_on(running)
     wait_here(lambda: closed(running.status()), "the balance sheet closes", PATIENCE_S)
