@@ -47,33 +47,34 @@ class Comparison:
     after: str
     verdict: Verdict
     sentence: str
-    gain: float
-    """Samples per device-hour of the second run over those of the first."""
-    noise: float
-    """Relative difference that the scatter of the steps explains."""
+    gain: float | None
+    """Samples per device-hour of the second run over those of the first; None where that one consumed none."""
+    noise: float | None
+    """Relative difference that the scatter of the steps explains; None where there are too few to tell."""
     rows: tuple[Row, ...]
 
 
 def compare(before: Audit, after: Audit) -> Comparison:
     a, b = before.figures, after.figures
-    gain = b.consumed_per_device_hour / a.consumed_per_device_hour if a.consumed_per_device_hour else math.inf
-    noise = NOISE * math.hypot(_error(a.step_s), _error(b.step_s))
+    gain = b.consumed_per_device_hour / a.consumed_per_device_hour if a.consumed_per_device_hour else None
+    errors = _error(a.step_s), _error(b.step_s)
+    noise = None if errors[0] is None or errors[1] is None else NOISE * math.hypot(errors[0], errors[1])
     verdict = _verdict(gain, noise, b.mean_lag - a.mean_lag)
     return Comparison(before.run.run_id, after.run.run_id, verdict, SENTENCES[verdict], gain, noise, tuple(_rows(a, b)))
 
 
-def _verdict(gain: float, noise: float, staler: float) -> Verdict:
-    if abs(gain - 1) <= noise:
+def _verdict(gain: float | None, noise: float | None, staler: float) -> Verdict:
+    if gain is None or noise is None or abs(gain - 1) <= noise:
         return "no_difference"
     if gain > 1:
         return "bought_with_staleness" if staler > LAG else "helped"
     return "fresher_but_slower" if staler < -LAG else "hurt"
 
 
-def _error(seconds: Sequence[float]) -> float:
-    """Relative standard error of the mean; of one step nothing is known but that it may be anything."""
+def _error(seconds: Sequence[float]) -> float | None:
+    """Relative standard error of the mean; None of a single step, which may be anything."""
     if len(seconds) < 2:
-        return math.inf
+        return None
     return statistics.stdev(seconds) / math.sqrt(len(seconds)) / statistics.fmean(seconds)
 
 
@@ -95,8 +96,8 @@ def shown(comparison: Comparison) -> RenderableType:
         table.add_column(column, justify="right")
     for row in comparison.rows:
         table.add_row(row.figure, _cell(row.before, row.unit), _cell(row.after, row.unit), _change(row))
-    scatter = "" if math.isinf(comparison.noise) else f" (the steps' scatter explains {comparison.noise:.1%})"
-    return Group(Text(comparison.sentence + scatter, style="bold"), Text(""), table)
+    scatter = "too few steps to tell" if comparison.noise is None else f"their scatter explains {comparison.noise:.1%}"
+    return Group(Text(f"{comparison.sentence} ({scatter})", style="bold"), Text(""), table)
 
 
 def _cell(value: float | None, unit: str) -> str:

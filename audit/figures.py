@@ -64,6 +64,8 @@ class Figures:
     publish_s: Spread | None
     transfer_s: Spread | None
     swap_s: Spread | None
+    consume_s: Spread | None
+    """From a group's publish to the batch that took it."""
     lag: Mapping[int, int]
     """Lag to groups that were trained on."""
     mean_lag: float
@@ -104,6 +106,7 @@ def figures(run: Run) -> Figures:
         publish_s=Spread.of([publish.end - publish.begin for publish in run.publishes]),
         transfer_s=Spread.of(_transfers(run, begin)),
         swap_s=Spread.of([swap.end - swap.begin for swap in run.swaps]),
+        consume_s=Spread.of(_waited(run)),
         lag=lag,
         mean_lag=sum(lag * count for lag, count in lag.items()) / max(1, sum(lag.values())),
         steps=len(run.steps),
@@ -191,6 +194,11 @@ def _transfers(run: Run, begin: float) -> list[float]:
     """Seconds in which a version's bytes came to a host, or into an engine on the trainer's host."""
     brought = [transfer.end - transfer.begin for transfer in run.transfers if transfer.end > begin]
     return brought or [swap.begin - swap.arrived for swap in run.swaps if swap.end > begin]
+
+
+def _waited(run: Run) -> list[float]:
+    published = {group.task: group.published for group in run.groups}
+    return [step.formed - published[task] for step in run.steps for task in step.tasks if task in published]
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -166,7 +166,7 @@ def _devices(
             rates.period_s * sum(rates.devices) / max(together, rates.scoring_s),
             f"one device that takes turns would need {together:.2f} s for a step and never wait; "
             f"{sum(rates.devices)} need {rates.period_s:.2f} s",
-            'placement = "colocated"',
+            "generate and train on the same device, in turns",
         )
     part = "training" if spent.get("training", 0.0) > spent.get("generation", 0.0) else "generation"
     yield Lever(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 from audit import svg
 from audit.analysis import Audit
 from audit.figures import HOUR, STAGES, merged, stage_seconds
-from audit.records import IDLE_PREFIX, Run
+from audit.records import IDLE_PREFIX, Lane, Run
 from audit.text import INTENSITY, duration, hours, intensity_rows, processor_time, rows
 
 BINS = 60
@@ -121,7 +121,8 @@ def _intensity(audit: Audit) -> str:
 
 
 def _lanes(audit: Audit) -> str:
-    lanes = [(f"{lane.service}, {lane.name}", lane.seconds()) for lane in audit.run.lanes if lane.pieces]
+    estimated = audit.run.estimated
+    lanes = [(_called(lane, estimated), lane.seconds()) for lane in audit.run.lanes if lane.pieces]
     lanes.sort(key=lambda lane: lane[0])
     shown, rest = lanes[:MOST_LANES], [phases for _, phases in lanes[MOST_LANES:]]
     if rest:
@@ -130,6 +131,11 @@ def _lanes(audit: Audit) -> str:
     phases = dict.fromkeys(phase for _, each in shown for phase in each)
     drawn = svg.bars(shown, "s", "Seconds of each lane by phase")
     return _section("Phases of each lane", drawn + svg.legend(phases), "from its first record to its last", wide=True)
+
+
+def _called(lane: Lane, estimated: Container[tuple[str, str]]) -> str:
+    mark = " (phases estimated)" if (lane.service, lane.name) in estimated else ""
+    return f"{lane.service}, {lane.name}{mark}"
 
 
 def _path(audit: Audit) -> str:

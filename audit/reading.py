@@ -28,7 +28,8 @@ def read(folder: Path) -> Run:
     journals = {file.stem: list(read_lines(file)) for file in sorted(folder.glob("*.jsonl"))}
     services = {name: lines for name, lines in journals.items() if name not in OTHER_FILES}
     offsets = {name: offset_of(lines) for name, lines in services.items()}
-    lanes = ledger.of(journals, offsets).lanes
+    kept = ledger.of(journals, offsets)
+    lanes = kept.lanes
     if not any(lane.pieces for lane in lanes):
         raise ConfigError(
             f"{folder} holds no records of lanes: it is of a run that has not begun, or of an older headrace"
@@ -65,6 +66,7 @@ def read(folder: Path) -> Run:
             for line in lines
             if line.get("event") == "intensity"
         ),
+        estimated=kept.estimated,
         offsets=_by_host(lanes, offsets),
     )
 

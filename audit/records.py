@@ -182,6 +182,8 @@ class Run:
     """Device-seconds of sampling what producers threw away themselves."""
     intensity: tuple[Mapping[str, Any], ...] = ()
     """Arithmetic and memory traffic per phase, as services wrote them, with `service`."""
+    estimated: frozenset[tuple[str, str]] = frozenset()
+    """Services and lanes whose split into phases is estimated."""
     offsets: Mapping[str, float] = field(default_factory=dict)
     """Host to the broker's clock minus its own, in seconds; it is added to all its times already."""
 

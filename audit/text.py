@@ -33,6 +33,9 @@ def report(audit: Audit) -> RenderableType:
     if audit.split is not None:
         parts += [Text(""), splits(audit.split, audit.rates.devices[1])]
     parts += [Text(""), device_hours(figures), Text(""), summary(audit)]
+    if audit.run.estimated:
+        lanes = ", ".join(f"{service} {lane}" for service, lane in sorted(audit.run.estimated))
+        parts.append(Text(f"the split into phases is estimated for: {lanes}", style="dim"))
     if audit.uses:
         parts += [Text(""), intensity(audit)]
     parts += [Text(""), signs(audit.signs)]
@@ -106,6 +109,7 @@ def rows(audit: Audit) -> Iterator[tuple[str, str]]:
     yield "publish, what the trainer waits", spread(figures.publish_s)
     yield "transfer", spread(figures.transfer_s)
     yield "swap, what decoding stands still", spread(figures.swap_s)
+    yield "a group's publish to its batch", spread(figures.consume_s)
     yield "lag, mean", f"{figures.mean_lag:.2f} steps"
     yield "dropped", f"{figures.dropped_groups} groups, {hours(figures.dropped_device_hours)} device-hours"
     yield "perfect overlapping would save", f"{duration(audit.overlap_s)} of {duration(figures.window_s)}"

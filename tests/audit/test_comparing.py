@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
-from audit.analysis import Audit, analyse
+from audit.analysis import Audit, analyse, as_json
 from audit.compare import compare, shown
+from audit.page import page
+from audit.text import report
 from tests.audit.simulated import simulated
 
 
@@ -19,12 +23,14 @@ def audit(**plan: object) -> Audit:
 def test_a_faster_reward_helps() -> None:
     found = compare(audit(score_s=0.6, scorers=1), audit(score_s=0.1, scorers=1))
     assert found.verdict == "helped"
+    assert found.gain is not None
     assert found.gain > 2
 
 
 def test_a_larger_bound_buys_throughput_with_staleness() -> None:
     found = compare(audit(max_lag=0), audit(max_lag=4))
     assert found.verdict == "bought_with_staleness"
+    assert found.gain is not None
     assert found.gain > 1.5
     assert compare(audit(max_lag=4), audit(max_lag=0)).verdict == "fresher_but_slower"
 
@@ -40,7 +46,8 @@ def test_the_same_is_no_difference() -> None:
 
 def test_two_steps_are_too_few_to_tell() -> None:
     found = compare(audit(steps=2, score_s=0.6, scorers=1), audit(steps=2))
-    assert found.verdict == "no_difference"
+    assert (found.verdict, found.noise) == ("no_difference", None)
+    assert json.loads(json.dumps(asdict(found), allow_nan=False))["noise"] is None
 
 
 def test_the_four_figures_are_shown() -> None:
@@ -55,9 +62,12 @@ def test_the_four_figures_are_shown() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 0])
-def test_a_run_without_steps_is_said_to_have_none(steps: int) -> None:
+def test_a_run_that_has_just_begun_is_reported_too(steps: int) -> None:
     run = simulated(steps=2)
-    from dataclasses import replace
-
     found = analyse(replace(run, steps=run.steps[:steps]))
-    assert found.bottleneck.name == "unknown" if not steps else found.bottleneck.name
+    assert (found.bottleneck.name == "unknown") == (steps == 0)
+    json.dumps(as_json(found), allow_nan=False)
+    out = io.StringIO()
+    Console(file=out).print(report(found))
+    assert found.bottleneck.sentence.split()[0] in out.getvalue()
+    assert page(found).endswith("</html>\n")

@@ -84,6 +84,12 @@ def test_a_run_of_many_lanes_stays_readable() -> None:
     assert re.search(r"\d+ more lanes, their mean", text)
 
 
+def test_a_producer_that_was_replaced_has_a_bar_for_each_process() -> None:
+    again = replace(RUN.lanes[1], pid=77)
+    marked = replace(RUN, lanes=(*RUN.lanes, again), estimated=frozenset({("producer-1", "engine")}))
+    assert page(analyse(marked)).count("producer-1, engine (phases estimated)</text>") == 2
+
+
 def test_ticks_are_round() -> None:
     assert svg._ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert svg._ticks(0.0, 0.031, 4) == [0.0, 0.01, 0.02, 0.03]
