@@ -23,21 +23,17 @@ async def start(service: Service, told: Invocation) -> None:
     _, config, port = await open_run(told.url, told.run_id)
 
     # These load torch, which a run that is not there need not wait for.
-    from consumers.external import external_lanes
+    from consumers.lanes import external_lanes, trainer_lane
     from consumers.loops import TrainerLoops
     from consumers.parts import build, take_run
     from consumers.progress import Progress
-    from headrace.telemetry.clock import process_began
     from headrace.telemetry.endpoint import Endpoint
     from headrace.telemetry.metrics import Metrics
-    from headrace.telemetry.phases import Lane, Place
     from weightsync.arena import Arena
     from weightsync.publisher import Publisher
 
     taken = await take_run(port, told.resume)
-    metrics = Metrics(told.run_id, told.name)
-    lane = Lane("trainer", "start", place=Place("device", config.model.device, 1))
-    lane.backdate(process_began())
+    lane, metrics = trainer_lane(config), Metrics(told.run_id, told.name)
     labels = {environment.called for environment in config.environments}
     folder = Path(taken.record.folder)
     progress = Progress(folder, lane, metrics, taken.fence.incarnation, labels, external_lanes(config))

@@ -71,8 +71,7 @@ class TorchEngine:
         self._folder = folder
         self._slots = slots
         self._context_length = context_length
-        self._dtype = dtype
-        self._device = device
+        self._dtype, self._device = dtype, device
         self._threads = threads
         self._seed = seed
         self._budget, self._gap = prefill_budget, prefill_gap
@@ -90,7 +89,7 @@ class TorchEngine:
         self._ended: asyncio.Event = asyncio.Event()
         self._broken: EngineError | None = None
         self._closed = False
-        self.lane = Lane("engine", "start", place=Place("device", "auto" if device == "auto" else device, 1))
+        self.lane = Lane("engine", "start", place=Place("device", device, 1))
         self.roofline: Roofline | None = None
         """What its device was measured to reach; from `start` on."""
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from audit import ledger
 from broker.api import Peer
 from broker.messages import Task
-from consumers.external import external_lanes
+from consumers.lanes import external_lanes
 from consumers.progress import Progress
 from headrace.config import Config, EnvironmentConfig
 from headrace.telemetry import clock

@@ -1,15 +1,25 @@
-"""Devices that the run holds and that no process of it runs on: those of reward models, as the configuration says."""
+"""The lanes of a trainer: its own, and those of devices that the run holds and no process of it runs on."""
 
 from __future__ import annotations
 
 from urllib.parse import urlsplit
 
 from headrace.config import Config
+from headrace.telemetry.clock import process_began
 from headrace.telemetry.phases import Lane, Place
 
 
+def trainer_lane(config: Config) -> Lane:
+    """From the beginning of the process on."""
+    lane = Lane("trainer", "start", place=Place("device", config.model.device, 1))
+    lane.backdate(process_began())
+    return lane
+
+
 def external_lanes(config: Config) -> list[Lane]:
-    """A lane for each reward service that holds devices; one that several environments ask counts once."""
+    """A lane for each reward service that holds devices, as the configuration says; one that several environments ask
+    counts once.
+    """
     devices: dict[str, int] = {}
     for environment in config.environments:
         for reward in environment.reward:
