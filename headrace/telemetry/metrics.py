@@ -50,7 +50,9 @@ class Metrics:
         metric.labels(**self._labels, **labels).observe(value)
 
     def watch(self, *lanes: Lane) -> None:
-        """Expose the phases of these lanes as `headrace_phase_seconds_total{lane, phase}`."""
+        """Expose the phases of these lanes as `headrace_phase_seconds_total{lane, phase}`, and what was computed in
+        them as `headrace_phase_flop_total` and `headrace_phase_bytes_total`.
+        """
         self._registry.register(_Phases(lanes, self._labels))
 
     def render(self) -> bytes:
@@ -67,10 +69,14 @@ class _Phases(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(
-            "headrace_phase_seconds", "Seconds per lane and phase", labels=[*self._labels, "lane", "phase"]
-        )
+        labels = [*self._labels, "lane", "phase"]
+        seconds = CounterMetricFamily("headrace_phase_seconds", "Seconds per lane and phase", labels=labels)
+        flop = CounterMetricFamily("headrace_phase_flop", "Operations, by the model's arithmetic", labels=labels)
+        nbytes = CounterMetricFamily("headrace_phase_bytes", "Bytes moved, by the model's arithmetic", labels=labels)
         for lane in self._lanes:
-            for phase, seconds in lane.seconds().items():
-                family.add_metric([*self._labels.values(), lane.name, phase], seconds)
-        yield family
+            for phase, spent in lane.seconds().items():
+                seconds.add_metric([*self._labels.values(), lane.name, phase], spent)
+            for phase, work in lane.done().items():
+                flop.add_metric([*self._labels.values(), lane.name, phase], work.flop)
+                nbytes.add_metric([*self._labels.values(), lane.name, phase], work.nbytes)
+        yield from (seconds, flop, nbytes)

@@ -191,6 +191,11 @@ def test_metrics_show_the_open_phase() -> None:
     text = metrics.render().decode()
     labels = 'lane="engine",phase="decode",run="run-1",service="producer-0"'
     assert f"headrace_phase_seconds_total{{{labels}}} 1.5" in text
+    assert "headrace_phase_flop_total{" not in text
+    lane.did("decode", 3e9, 2e8)
+    text = metrics.render().decode()
+    assert f"headrace_phase_flop_total{{{labels}}} 3e+09" in text
+    assert f"headrace_phase_bytes_total{{{labels}}} 2e+08" in text
 
 
 def test_one_metric_name_has_one_kind_and_many_labels() -> None:
