@@ -73,10 +73,10 @@ def splits(split: Split, trainers: int) -> Table:
             f"{choice.trainer_idle:.0%}",
             f"{choice.producer_idle:.0%}",
         )
-    table.caption = (
-        f"for {trainers} trainer device{'s' * (trainers != 1)}, if nothing but devices is in the way: "
-        f"{split.recommended.producers} would make {split.gain:.2f} times the samples/s of {split.now.producers}"
-    )
+    table.caption = f"for {trainers} trainer device{'s' * (trainers != 1)}, if nothing but devices is in the way"
+    if split.recommended.producers != split.now.producers:
+        gain = f"{split.gain:.2f} times the samples/s of {split.now.producers}"
+        table.caption += f": {split.recommended.producers} would make {gain}"
     table.caption_justify = "left"
     return table
 
