@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from headrace.config_base import LARGEST_COUNT, LARGEST_FACTOR, WEEK_S, PathText, Section, Threads
+from headrace.objects import near
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 INITIAL = "initial"
 """The reference model that the run begins with."""
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+LOSSES = ("grpo", "dr_grpo", "dapo", "ppo", "dual_clip", "decoupled_ppo", "gspo", "cispo", "reinforce")
 GLOBAL_ADVANTAGES = ("reinforce_pp",)
 """Advantages that compare with the whole batch: under these a group of equal rewards has a signal, too."""
 
@@ -32,10 +35,9 @@ class TrainerConfig(Section):
     groups_per_step: int = Field(8, ge=1, le=4096)
     group_size: int = Field(8, ge=1, le=4096)
     advantage: str = "grpo"
-    """"grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", or your own as `package.module:object`."""
+    """One of ADVANTAGES, or your own as `package.module:object`."""
     loss: str = "grpo"
-    """"grpo", "dr_grpo", "dapo", "ppo", "dual_clip", "decoupled_ppo", "gspo", "cispo", "reinforce", or your own as
-    `package.module:object`."""
+    """One of LOSSES, or your own as `package.module:object`."""
     minibatches: int = Field(1, ge=1, le=4096)
     """Optimizer updates that a step makes, each from an equal part of its groups."""
     learning_rate: float = Field(1e-5, gt=0, lt=1)
@@ -92,6 +94,12 @@ class TrainerConfig(Section):
 
 def check_trainer(trainer: TrainerConfig, max_new_tokens: int) -> None:
     """Raises ValueError for values that do not fit together, with the way out."""
+    for key, name, known in (("advantage", trainer.advantage, ADVANTAGES), ("loss", trainer.loss, LOSSES)):
+        if ":" not in name and name not in known:
+            raise ValueError(
+                f"trainer.{key}: {name!r} is not known{near(name, known)}; use one of {', '.join(known)}, or your own "
+                "as package.module:object"
+            )
     if trainer.minibatches > trainer.groups_per_step:
         raise ValueError(
             f"trainer.minibatches: {trainer.minibatches} is more than trainer.groups_per_step = "

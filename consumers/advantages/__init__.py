@@ -33,11 +33,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def advantage(name: str) -> Advantage:
-    """By name, or one's own of a group as `package.module:object`. Raises ConfigError for an unknown name."""
+    """By name, or one's own of a group as `package.module:object`. Raises ConfigError."""
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"trainer.advantage = {name!r} is not known; use one of {', '.join(ADVANTAGES)} or package.module:object"
-        )
-    return by_group(load_function(name, f"trainer.advantage = {name!r}", ConfigError))
+    return by_group(load_function(name, f"trainer.advantage = {name!r}", ConfigError, ADVANTAGES))

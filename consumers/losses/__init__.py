@@ -41,11 +41,7 @@ LOSSES: dict[str, Method] = {
 
 
 def method(name: str) -> Method:
-    """By name, or one's own loss as `package.module:object`. Raises ConfigError for an unknown name."""
+    """By name, or one's own loss as `package.module:object`. Raises ConfigError."""
     if name in LOSSES:
         return LOSSES[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"trainer.loss = {name!r} is not known; use one of {', '.join(LOSSES)} or package.module:object"
-        )
-    return Method(load_function(name, f"trainer.loss = {name!r}", ConfigError))
+    return Method(load_function(name, f"trainer.loss = {name!r}", ConfigError, LOSSES))

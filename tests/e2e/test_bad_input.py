@@ -122,8 +122,8 @@ def test_a_wrong_password(refusing: Any, redis_server: RedisProcess) -> None:
     ("value", "fragments"),
     [
         (
-            "trainer.loss='ppo2'",
-            ("trainer exited with 2: trainer: trainer.loss = 'ppo2' is not known; use one of grpo",),
+            "trainer.loss='numpy:no_loss'",
+            ("trainer exited with 2: trainer: trainer.loss = 'numpy:no_loss': module numpy has no object 'no_loss'",),
         ),
         ("model.device='cuda:9'", ("model.device = 'cuda:9' does not take the model",)),
     ],

@@ -23,17 +23,16 @@ EVERYTHING: dict[str, Any] = {
     "overlong_buffer": 4,
     "dynamic_sampling": 1,
 }
+BEFORE_ANY_CHECKPOINT: dict[str, Any] = {
+    "model": {"wire_dtype": "float32"},
+    "checkpoint": {"every": 100},
+    "evaluation": {"prompts": 0},
+}
 
 
 async def test_a_killed_trainer_makes_the_same_steps_again_by_any_method(begin: Begin, trainers: Trainers) -> None:
     """Minibatches, a reference model, a schedule: the weights are those from before, to the bit."""
-    port, player, folder = await begin(
-        run={"steps": 10},
-        model={"wire_dtype": "float32"},
-        trainer=EVERYTHING,
-        checkpoint={"every": 100},
-        evaluation={"prompts": 0},
-    )
+    port, player, folder = await begin(run={"steps": 10}, trainer=EVERYTHING, **BEFORE_ANY_CHECKPOINT)
     first = trainers.start()
     await wait_until(lambda: len(lines(folder)) >= 6, "six steps are made, which no checkpoint contains")
     player.paused = True

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from consumers.advantages import ADVANTAGES, advantage
 from consumers.advantages.rewards import overlong
+from headrace import config_trainer
 from headrace.errors import ConfigError
 
 rewards = st.lists(st.floats(-10, 10), min_size=1, max_size=16).map(np.array)
@@ -67,6 +68,10 @@ def test_they_sum_to_nothing_and_keep_the_order(name: str, given: list[np.ndarra
         assert (np.diff(advantages_G[np.argsort(rewards_G)]) >= 0).all()
 
 
+def test_they_are_known_to_the_configuration() -> None:
+    assert tuple(ADVANTAGES) == config_trainer.ADVANTAGES
+
+
 def test_values() -> None:
     assert of_group("dr_grpo", 1, 0, 0, 1) == [0.5, -0.5, -0.5, 0.5]
     assert of_group("grpo", 1, 0, 0, 1) == pytest.approx([1, -1, -1, 1], rel=1e-5)
@@ -115,7 +120,7 @@ def test_a_module_that_breaks_is_one_sentence(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("gae", r"trainer.advantage = 'gae' is not known; use one of grpo, dr_grpo, rloo, reinforce_pp, "),
+        ("gae", r"trainer.advantage = 'gae' is not known; use a built-in name \(dr_grpo, grpo, "),
         ("no_such_module:f", r"trainer.advantage = 'no_such_module:f': module no_such_module does not import"),
         ("numpy:no_such", r"module numpy has no object 'no_such'"),
         ("numpy:pi", r"is float, not a function"),

@@ -97,6 +97,11 @@ def test_the_redis_url_is_no_configuration_key() -> None:
         ("trainer.clip_high=wide", "trainer.clip_high = 'wide' (from command line): must be \"auto\" or a number from"),
         ("trainer.clip_high=true", 'trainer.clip_high = True (from command line): must be "auto" or a number from 0'),
         ("trainer.clip_high=1e13", 'trainer.clip_high = 10000000000000.0 (from command line): must be "auto" or a'),
+        ("trainer.loss=ppo2", "trainer.loss: 'ppo2' is not known (did you mean 'ppo'?); use one of grpo, dr_grpo,"),
+        (
+            "trainer.advantage=gae",
+            "trainer.advantage: 'gae' is not known; use one of grpo, dr_grpo, rloo,",
+        ),
         ("trainer.mask=all", "trainer.mask = 'all' (from command line): input should be 'off', 'token' or 'sequence'"),
         (
             "trainer.minibatches=9",

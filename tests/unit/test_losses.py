@@ -17,6 +17,7 @@ from consumers.losses import LOSSES, method
 from consumers.losses.correction import correction
 from consumers.losses.ratios import truncated_gain
 from consumers.losses.tokens import Denominators, LossSettings, LossTokens
+from headrace import config_trainer
 from headrace.config_trainer import TrainerConfig
 from headrace.errors import ConfigError
 from tests.plain_losses import GAINS, Rollout, plain_loss
@@ -87,7 +88,9 @@ def chosen_settings(draw: st.DrawFn) -> LossSettings:
         clip_low=draw(st.sampled_from([0.0003, 0.2, 1.0])),
         clip_high=draw(st.sampled_from([0.0004, 0.28, 1.0])),
         dual_clip=draw(st.sampled_from([1.5, 3.0])),
-        importance_cap=draw(st.sampled_from([0.7, 1.5, 2.0])),
+        importance_cap=draw(
+            st.sampled_from([0.7, 1.5, 2.5])
+        ),  # at 1 + clip_high two terms would be one, with two slopes
         correction=draw(st.sampled_from(["ratio", "token", "sequence"])),
         mask=draw(st.sampled_from(["off", "token", "sequence"])),
         mask_low=draw(st.sampled_from([0.0, 0.5, 0.9])),
@@ -97,8 +100,8 @@ def chosen_settings(draw: st.DrawFn) -> LossSettings:
     )
 
 
-def test_each_loss_has_its_loop() -> None:
-    assert sorted(GAINS) == NAMES
+def test_each_loss_has_its_loop_and_is_known_to_the_configuration() -> None:
+    assert sorted(GAINS) == sorted(config_trainer.LOSSES) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -225,7 +228,7 @@ def test_a_long_rollout_far_from_its_sampler_is_truncated_and_no_overflow() -> N
 
 
 def test_an_unknown_loss_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"trainer.loss = 'pqo' is not known; use one of grpo, dr_grpo, dapo, ppo"):
+    with pytest.raises(ConfigError, match=r"trainer.loss = 'pqo' is not known \(did you mean 'ppo'\?\); use a"):
         method("pqo")
 
 
