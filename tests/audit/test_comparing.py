@@ -44,6 +44,17 @@ def test_the_same_is_no_difference() -> None:
     assert (found.verdict, found.gain) == ("no_difference", 1.0)
 
 
+@pytest.mark.parametrize(("faster", "verdict"), [(1.05, "no_difference"), (1.5, "helped"), (0.6, "hurt")])
+def test_less_than_the_scatter_of_the_steps_is_no_difference(faster: float, verdict: str) -> None:
+    before = audit()
+    # The mean of these is known to 6 %, a quotient of two to 8.5 %, of which twice is noise.
+    scattered = replace(before.figures, step_s=[0.5 + 0.5 * (place % 2) for place in range(32)])
+    rate = before.figures.consumed_per_device_hour
+    first = replace(before, figures=scattered)
+    second = replace(before, figures=replace(scattered, consumed_per_device_hour=faster * rate))
+    assert compare(first, second).verdict == verdict
+
+
 def test_two_steps_are_too_few_to_tell() -> None:
     found = compare(audit(steps=2, score_s=0.6, scorers=1), audit(steps=2))
     assert (found.verdict, found.noise) == ("no_difference", None)

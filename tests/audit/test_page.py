@@ -78,6 +78,11 @@ def test_what_a_run_is_called_is_text() -> None:
     assert "&lt;script&gt;" in text
 
 
+def test_names_in_plots_are_text_too() -> None:
+    drawn = svg.bars([("<b>", {"<i>": 1.0})], "s", '"<u>')
+    assert not {"<b>", "<i>", '"<u>"', '"<u>'} & set(re.findall(r'"?<[biu]>"?', drawn))
+
+
 def test_a_run_of_many_lanes_stays_readable() -> None:
     many = tuple(replace(RUN.lanes[1], service=f"producer-{n}") for n in range(3 * MOST_LANES))
     text = page(analyse(replace(RUN, lanes=(RUN.lanes[0], *many))))

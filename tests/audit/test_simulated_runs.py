@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from audit.analysis import Audit, analyse, as_json
 from audit.figures import idle_wait
 from audit.levers import LEVER_OF
 from audit.path import critical_path
+from audit.records import Piece
 from tests.audit.simulated import simulated
 
 PLANTED: dict[str, dict[str, object]] = {
@@ -116,6 +118,22 @@ def test_a_window_is_of_its_steps_alone() -> None:
     assert sum(found.path_s.values()) == pytest.approx(run.steps[9].end - run.steps[4].formed)
     assert found.bottleneck.name == "too_many_producers"
     assert run.between(None, None).steps == run.steps
+
+
+@pytest.mark.parametrize(("then_s", "seen"), [(0.5, False), (0.9, True)])
+def test_producers_that_were_scaled_and_brought_little_are_seen(then_s: float, seen: bool) -> None:
+    """Two producers instead of one after the tenth step, each of which took a second before."""
+    run = simulated(decode_s=[0.4, 0.4], steps=20)
+    ends = [float(number) for number in range(1, 11)]
+    ends += [10.0 + then_s * number for number in range(1, 11)]
+    steps = tuple(replace(step, formed=end - 0.1, end=end) for step, end in zip(run.steps, ends, strict=True))
+    lanes = [lane for lane in run.lanes if lane.role != "producer"]
+    for number, begin in ((1, 0.0), (2, 10.0)):
+        lane = next(lane for lane in run.lanes if lane.service == f"producer-{number}" and lane.role == "producer")
+        lanes.append(replace(lane, pieces=(Piece(begin, 100.0, "decode"),)))
+    found = analyse(replace(run, steps=steps, lanes=tuple(lanes)))
+    (sign,) = [sign for sign in found.signs if sign.name.startswith("scaling")]
+    assert sign.seen is seen
 
 
 def test_idle_of_nothing_is_nothing() -> None:

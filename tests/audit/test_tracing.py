@@ -42,6 +42,16 @@ def test_slices_of_a_track_do_not_overlap() -> None:
         assert all(after[0] >= before[1] - 2 for before, after in pairwise(ordered))
 
 
+def test_groups_have_as_many_tracks_as_were_in_play_at_once() -> None:
+    tracks = {e["args"]["name"] for e in events("M", trace(RUN)) if e["name"] == "thread_name"}
+    at_once = max(
+        sum(other.taken <= group.taken < other.published for other in RUN.groups if other.producer == group.producer)
+        for group in RUN.groups
+    )
+    assert len(RUN.groups) > at_once
+    assert sum(name.startswith("group ") for name in tracks) == at_once
+
+
 def test_a_task_leads_from_its_admission_to_its_step() -> None:
     made = trace(RUN)
     step = RUN.steps[2]
