@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -22,6 +23,8 @@ from deploy.weights_cli import weights_app
 from headrace.errors import HeadraceError
 
 DEBUG = "HEADRACE_DEBUG"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of a disk, or what one may have of it."""
 
 app = typer.Typer(
     name="headrace",
@@ -322,9 +325,22 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has enough; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output (`| head`) has enough.
+        _write_no_more()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        if debug():
+            traceback.print_exc()
+        print(f"headrace: {error.filename or 'the output'} cannot be written ({error.strerror})", file=sys.stderr)
+        _write_no_more()
+        sys.exit(1)
+
+
+def _write_no_more() -> None:
+    """Python would complain once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def debug() -> bool:

@@ -59,6 +59,8 @@ def run(wish: Wish, show: Print) -> int:
     """The exit code: 1 when no sample came out. Raises the errors of configuration, model, engine and environment."""
     if wish.pass_rates is not None:
         _check_pass_rates(wish, wish.pass_rates)
+    if any("\ud800" <= letter <= "\udfff" for letter in wish.prompt or ""):
+        raise ConfigError("--prompt is not text in UTF-8")
     engine_factory(wish.config.producer.engine)  # before all that takes long
     try:
         return asyncio.run(_run(wish, show))

@@ -59,9 +59,14 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one bounded line: "ValueError: what it says"."""
-    text = shortened(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """An exception in one bounded line that UTF-8 can hold: "ValueError: what it says"."""
+    name = shortened(type(error).__name__)
+    try:
+        said = str(error)
+    except Exception as other:  # noqa: BLE001 - a user's own __str__ raises what it likes
+        said = f"(its text cannot be had: {type(other).__name__})"
+    text = shortened(" ".join(said.split()))
+    return (f"{name}: {text}" if text else name).encode("utf-8", "backslashreplace").decode()
 
 
 def shortened(text: str) -> str:

@@ -96,7 +96,7 @@ def _typed(call: ToolCall, tools: Sequence[Any]) -> dict[str, Any]:
     typed = dict(call.arguments)
     for name, of_it in schema.get("properties", {}).items():
         if isinstance(typed.get(name), str) and of_it.get("type") != "string":
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 typed[name] = json.loads(typed[name])
     return typed
 
@@ -112,7 +112,7 @@ def _retold_call(call: Any) -> dict[str, Any]:
 def _arguments(text: Any) -> Mapping[str, Any]:
     try:
         arguments = json.loads(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return {}
     return arguments if isinstance(arguments, dict) else {}
 

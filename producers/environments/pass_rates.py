@@ -93,7 +93,7 @@ def _line(text: bytes, size: int, place: str) -> Measured:
     try:
         line = msgspec.json.decode(text, type=Measured)
         _check(line, size)
-    except ValueError as error:  # msgspec's own errors are ValueErrors, too
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, too
         raise EnvironmentLoadError(f"{place}: {error}") from error
     return line
 

@@ -74,7 +74,7 @@ class JsonLines:
     def _row(self, index: int, line: bytes) -> Mapping[str, Any]:
         try:
             row = msgspec.json.decode(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EnvironmentLoadError(f"{self.place(index)}: it is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise EnvironmentLoadError(f"{self.place(index)}: it is not an object but {type(row).__name__}")

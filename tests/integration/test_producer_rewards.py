@@ -34,6 +34,9 @@ class Stubborn(Exception):
     def __init__(self, first, second):
         super().__init__(first)
 
+class Untellable(Exception):
+    def __str__(self): raise ValueError("not told")
+
 class Own:
     def __len__(self): return 1
     def eval_size(self): return 1
@@ -42,6 +45,8 @@ class Own:
         what = rollout.completion
         if what == "raise": raise ValueError("bad\\nvalue " + "x" * 1000)
         if what == "stubborn": raise Stubborn("cannot", "be pickled")
+        if what == "half": raise ValueError("half of a pair: \\ud800")
+        if what == "untellable": raise Untellable
         if what == "timeout": raise TimeoutError("its own")
         if what == "hang": time.sleep(600)
         if what == "hang politely": await asyncio.sleep(600)
@@ -112,6 +117,8 @@ async def test_rewards_come_back_and_failures_are_reasons(scorer: Scorer, file: 
     assert raised.startswith("reward raised ValueError: bad value xxx")
     assert len(raised) < 400
     assert (await score("stubborn")).failure == "reward raised Stubborn: cannot"
+    assert (await score("half")).failure == "reward raised ValueError: half of a pair: \\ud800"
+    assert (await score("untellable")).failure == "reward raised Untellable: (its text cannot be had: ValueError)"
     assert (await score("timeout")).failure == "reward raised TimeoutError: its own"
     assert (await score("nan")).failure == "reward is nan, not a finite number"
     assert (await score("text")).failure == "reward returned str, not a number"

@@ -154,6 +154,7 @@ GOOD = '{"prompt": "?", "answer": 1}'
     [
         (f"{GOOD}\n\n{GOOD}\n{{'prompt'\n", r"rows.jsonl, line 4: it is not JSON \("),
         (f"{GOOD}\n[1]\n", "rows.jsonl, line 2: it is not an object but list"),
+        (f"{GOOD}\n{'[' * 100_000}\n", r"rows.jsonl, line 2: it is not JSON \("),
         (f'{GOOD}\n{{"prompt": "?"}}\n', "line 2: there is no column 'answer', only prompt"),
         (f'{GOOD}\n{{"prompt": null, "answer": 1}}\n', "line 2: column 'prompt' is None, not text or a number"),
         (f'{GOOD}\n{{"prompt": "?", "answer": null}}\n', "line 2: column 'answer' has no answer"),
@@ -268,6 +269,7 @@ def test_indices_of_pass_rates_count_what_is_not_held_out(tmp_path: Path) -> Non
         ('{"index": 1, "pass_rate": 1.5}\n', "line 1: pass_rate 1.5 is not between"),
         ('{"index": 1, "pass_rate": 1, "samples": 0}\n', "samples 0"),
         ('\n{"index": 1}\n', "line 2: .*pass_rate"),
+        ('{"x": ' + "[" * 100_000, "line 1: maximum recursion depth"),
         ("{\n", "line 1: "),
         ('{"index": 1, "pass_rate": 0}\n', "no prompt has a pass rate from 0.2 to 1; widen"),
         (None, "rates.jsonl cannot be read"),

@@ -147,6 +147,19 @@ def test_pass_rates_that_nobody_could_use_are_refused(wish: dict[str, Any], sent
         run(Wish(config, **{"pass_rates": Path("rates"), **wish}), lambda _: None)
 
 
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--prompt is not text in UTF-8"):
+        run(Wish(scripted("tests.checked:Fine"), prompt="half \udcff"), lambda _: None)
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_a_full_disk_below_the_output_is_one_sentence(form: list[str]) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "generate", "--engine", "scripted", "-n", "1", *form]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "headrace: the output cannot be written (No space left on device)\n")
+
+
 async def test_an_index_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'tests.checked:Fine' has 5 training prompts, and --first is 5"):
         await samples_of(Wish(scripted("tests.checked:Fine"), first=5))

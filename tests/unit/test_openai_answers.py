@@ -72,7 +72,14 @@ def test_the_number_that_stands_for_none_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("names", "ids"),
-    [(["token_id:0", "token_id:12"], [0, 12]), ([], []), (["token_id:"], None), (["token_id:-1"], None), (["a"], None)],
+    [
+        (["token_id:0", "token_id:12"], [0, 12]),
+        ([], []),
+        (["token_id:"], None),
+        (["token_id:-1"], None),
+        (["a"], None),
+        (["token_id:" + "9" * 5000], None),
+    ],
 )
 def test_names_of_tokens(names: list[str], ids: list[int] | None) -> None:
     assert named_ids(names) == ids

@@ -80,3 +80,10 @@ def test_arguments_without_types_get_those_of_the_tool() -> None:
     assert json.loads(made["function"]["arguments"]) == {"a": 1, "b": "2", "c": "three", "d": "4"}
     (other,) = completion(Turn("x", "stop", (call,)))["choices"][0]["message"]["tool_calls"]
     assert json.loads(other["function"]["arguments"]) == dict(call.arguments)
+
+
+def test_an_argument_that_is_nested_too_deep_stays_the_text_that_it_is() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    call = ToolCall("add", {"a": "[" * 100_000}, "c", text_values=True)
+    (made,) = completion(Turn("x", "stop", (call,)), [tool])["choices"][0]["message"]["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == dict(call.arguments)

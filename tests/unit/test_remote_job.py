@@ -30,7 +30,7 @@ def letters(token_ids: list[int]) -> str:
 async def job_of(**sampling: Any) -> Job:
     params = SamplingParams(**{"max_new_tokens": 10, **sampling})
     request = Request("t/0/0", np.array([1, 2, 3], np.int32), params)
-    job = Job(request, "t", 77, 10, asyncio.get_running_loop().create_future(), 0.0)
+    job = Job(request, "t", 77, 10, asyncio.get_running_loop().create_future(), 0.0, len(LETTERS))
     job.asked = FIRST
     return job
 
@@ -153,6 +153,11 @@ async def test_a_stop_string_over_two_requests_ends_the_job_where_it_is_complete
         (got([5], Finish("length"), output_token_logprobs=[(-1.0, 7, None)]), "1 tokens and log-probs of 1 others"),
         (got([5], Finish("length"), output_token_logprobs=[(None, 5, None)]), "a log-prob that is no number"),
         (got([5] * 11, Finish("length")), "has 11 tokens, where 10 were to come"),
+        (got([26], Finish("length")), "token 26, which is not in the model's vocabulary of 26"),
+        (got([-1], Finish("length")), "token -1, which is not in"),
+        (got([1 << 70], Finish("length")), "token 1180591620717411303424, which is not in"),
+        (got([5], Finish("length"), output_token_logprobs=[(5.0, 5, None)]), "has 5.0, which is no log-prob"),
+        (got([5], Finish("length"), output_token_logprobs=[(-1e300, 5, None)]), r"has -1e\+300, which is no log-prob"),
         (got([5], None), "says not why it ended"),
         (got([5], Finish("stop", matched="NaN happened")), "not a number"),
     ],

@@ -57,6 +57,8 @@ def answering(body: Any, status: int = 200) -> Handler:
         (b"oops", 500, ServerBroken, "failed with 500: oops"),
         ({"error": {"message": "dead"}}, 503, ServerBroken, "failed with 503: dead"),
         (b"<html>", 200, ServerBroken, "not JSON"),
+        (b"[" * 100_000, 200, ServerBroken, "not JSON"),
+        (b"[" * 100_000, 500, ServerBroken, r"failed with 500: \[\["),
     ],
 )
 async def test_failures_have_their_kind_and_the_servers_words(
@@ -70,6 +72,28 @@ async def test_failures_have_their_kind_and_the_servers_words(
 async def test_an_answer_without_tokens_is_not_understood(serve: Serve) -> None:
     client = await serve(answering({"text": "Paris"}))
     with pytest.raises(ServerBroken, match="not understood"):
+        await client.generate({})
+
+
+async def test_what_is_nested_too_deep_is_not_understood(serve: Serve) -> None:
+    client = await serve(answering(b'{"text":' + b"[" * 100_000))
+    with pytest.raises(ServerBroken, match="not understood"):
+        await client.generate({})
+
+
+async def test_other_json_than_an_object_is_the_servers_fault(serve: Serve) -> None:
+    client = await serve(answering([1]))
+    for ask in (client.openapi, client.model_info, client.server_info):
+        with pytest.raises(ServerBroken, match="answered list where an object belongs"):
+            await ask()
+
+
+async def test_a_redirect_is_not_followed_but_said(serve: Serve) -> None:
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(request.path)
+
+    client = await serve(elsewhere)
+    with pytest.raises(ServerBroken, match=r"/generate redirects \(307\) to /generate; give the URL that answers"):
         await client.generate({})
 
 

@@ -90,9 +90,12 @@ models_decoder = msgspec.json.Decoder(Models)
 
 
 def named_ids(names: Sequence[str]) -> list[int] | None:
-    """The ids of tokens named "token_id:17"; None where one is named otherwise."""
+    """The ids of tokens named "token_id:17"; None where one is named otherwise, or no number of 64 bits."""
     numbers = [name.removeprefix(TOKEN_NAME) for name in names]
-    if not all(name.startswith(TOKEN_NAME) and number.isdecimal() for name, number in zip(names, numbers, strict=True)):
+    if not all(
+        name.startswith(TOKEN_NAME) and number.isdecimal() and len(number) < 19
+        for name, number in zip(names, numbers, strict=True)
+    ):
         return None
     return [int(number) for number in numbers]
 

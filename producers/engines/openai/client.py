@@ -33,7 +33,7 @@ class CompletionsClient(HttpClient):
 
     async def is_paused(self, *, timeout_s: float = ASK_S) -> bool:
         """vLLM's."""
-        return bool((await self._json("GET", "/is_paused", None, timeout_s)).get("is_paused"))
+        return bool((await self._object("GET", "/is_paused", None, timeout_s)).get("is_paused"))
 
     async def pause(self) -> None:
         """vLLM's: running requests are answered with what they have, new ones wait, the prefix cache is emptied."""
@@ -50,7 +50,7 @@ class CompletionsClient(HttpClient):
 
     async def weight_version(self, *, timeout_s: float = ASK_S) -> str:
         """vLLM's label of its weights. Answered between two steps of its scheduler."""
-        return str((await self._json("GET", "/weight_info", None, timeout_s)).get("weight_version", ""))
+        return str((await self._object("GET", "/weight_info", None, timeout_s)).get("weight_version", ""))
 
     async def update_weight_version(self, label: str) -> None:
         """vLLM's: the label alone."""

@@ -18,7 +18,8 @@ from headrace.version import PolicyVersion
 from producers.engines.api import SamplingParams
 from producers.engines.openai.options import Options
 from producers.engines.openai.replica import CompletionsReplica
-from producers.engines.remote.servers import MOST_TOKENS, ServersEngine
+from producers.engines.remote.job import MOST_TOKENS
+from producers.engines.remote.servers import ServersEngine
 from producers.engines.stops import Decode
 from weightsync.manifest import Layout
 

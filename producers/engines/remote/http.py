@@ -21,6 +21,8 @@ KEEP_ALIVE_S = 2.0
 MOST_BYTES = 256 << 20
 """Of one answer. A million tokens with their log-probs are less."""
 _MOST_TEXT = 500
+_UNREADABLE = (msgspec.DecodeError, RecursionError)
+"""What decoding raises; the latter for what is nested too deep."""
 
 T = TypeVar("T")
 
@@ -72,14 +74,20 @@ class HttpClient:
 
     async def openapi(self) -> dict[str, Any]:
         """What the server says of its routes."""
-        found: dict[str, Any] = await self._json("GET", "/openapi.json", None)
+        return await self._object("GET", "/openapi.json", None)
+
+    async def _object(self, method: str, path: str, body: object, timeout_s: float = ASK_S) -> dict[str, Any]:
+        """Raises ServerBroken for any other JSON."""
+        found = await self._json(method, path, body, timeout_s)
+        if not isinstance(found, dict):
+            raise ServerBroken(f"{self._url}{path} answered {type(found).__name__} where an object belongs")
         return found
 
     async def _json(self, method: str, path: str, body: object, timeout_s: float = ASK_S) -> Any:
         data = await self._call(method, path, body, timeout_s)
         try:
             return msgspec.json.decode(data) if data else {}
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise ServerBroken(f"{self._url}{path} answered what is not JSON: {error}") from error
 
     async def _post(self, path: str, body: object, timeout_s: float) -> bytes:
@@ -94,7 +102,7 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._opened().request(
-                method, self._url + path, data=data, headers=headers, timeout=timeout
+                method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 answer = await self._read(response, path)
         except TimeoutError as error:
@@ -105,6 +113,9 @@ class HttpClient:
             raise ServerBroken(f"{self._url}{path} failed with {response.status}: {_message(answer)}")
         if response.status >= 400:
             raise ServerRefused(_message(answer), response.status)
+        if response.status >= 300:
+            place = shortened(response.headers.get("Location", "nowhere"))
+            raise ServerBroken(f"{self._url}{path} redirects ({response.status}) to {place}; give the URL that answers")
         return answer
 
     async def _read(self, response: aiohttp.ClientResponse, path: str) -> bytes:
@@ -125,7 +136,7 @@ class HttpClient:
     def _decoded(self, decoder: msgspec.json.Decoder[T], data: bytes) -> T:
         try:
             return decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise ServerBroken(f"{self._url} answered what is not understood: {error}") from error
 
 
@@ -139,7 +150,7 @@ def _message(answer: bytes) -> str:
     """The server's own words: {"error": {"message"}}, {"message"}, {"detail"}, or text."""
     try:
         found = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         return shortened(answer.decode("utf-8", "replace")) or "no text"
     while isinstance(found, dict):
         inner = next((found[name] for name in ("error", "message", "detail") if found.get(name)), None)

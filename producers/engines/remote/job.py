@@ -17,13 +17,16 @@ from broker.messages import FinishReason, VersionSpan
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, Progress, Request
 from producers.engines.remote.answers import Generated
-from producers.engines.remote.http import ServerBroken
+from producers.engines.remote.http import ServerBroken, shortened
 from producers.engines.remote.spans import Kv, Labels, cut_spans, join_spans, segment_spans, whole_segment
 from producers.engines.stops import SLACK, Decode, completes_stop
 
 NOT_A_NUMBER = "NaN happened"
 """What the server says that it stopped at where the weights gave no probabilities."""
 SEED_BITS = (1 << 63) - 1
+MOST_TOKENS = 1 << 30
+LOWEST, HIGHEST = -1e30, 1e-2
+"""Of a log-prob: one of 32 bits, and no probability above 1 but by rounding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +40,7 @@ class Job:
     limit: int
     done: asyncio.Future[Completion]
     asked_at: float
+    vocabulary: int = MOST_TOKENS
     slot_at: float = 0.0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -125,6 +129,11 @@ class Job:
             raise ServerBroken(
                 f"the answer to {self.request.request_id} has {count} tokens and log-probs of {len(plain)} others"
             )
+        if strange := [token for token in got.output_ids if not 0 <= token < self.vocabulary]:
+            raise ServerBroken(
+                f"the answer to {self.request.request_id} has token {shortened(str(strange[0]))}, which is not in the "
+                f"model's vocabulary of {self.vocabulary}"
+            )
         told = [logprob for logprob, _, _ in plain]
         if self.filtered:
             told = meta.output_token_sampling_logprobs or []
@@ -136,6 +145,8 @@ class Job:
         known = [logprob for logprob in told if logprob is not None and math.isfinite(logprob)]
         if len(known) < count:
             raise ServerBroken(f"the answer to {self.request.request_id} has a log-prob that is no number")
+        if outside := [logprob for logprob in known if not LOWEST <= logprob <= HIGHEST]:
+            raise ServerBroken(f"the answer to {self.request.request_id} has {outside[0]!r}, which is no log-prob")
         return known
 
     def _at_stop_token(self) -> bool:

@@ -27,7 +27,7 @@ from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request, SamplingParams
 from producers.engines.remote.buffers import Buffers
 from producers.engines.remote.dispatch import Counts, Dispatcher
-from producers.engines.remote.job import Job
+from producers.engines.remote.job import MOST_TOKENS, Job
 from producers.engines.remote.refill import group_key
 from producers.engines.remote.replica import Offer, Replica
 from producers.engines.remote.spans import Kv, Labels
@@ -42,7 +42,6 @@ SPLIT_TOKENS = 64
 """Sampled tokens, of requests that have ended, from which the split between prompts and decoding is estimated anew."""
 SAMPLE_S = 0.25
 """Between two counts of the busy slots."""
-MOST_TOKENS = 1 << 30
 
 R = TypeVar("R", bound=Replica)
 
@@ -239,6 +238,7 @@ class ServersEngine(abc.ABC, Generic[R]):
             limit=min(sampling.max_new_tokens, self._context_length - len(prompt)),
             done=asyncio.get_running_loop().create_future(),
             asked_at=time.perf_counter(),
+            vocabulary=self._vocabulary,
         )
 
     def _check_running(self) -> None:

@@ -115,13 +115,11 @@ class SglangClient(HttpClient):
 
     async def model_info(self, *, timeout_s: float = ASK_S) -> dict[str, Any]:
         """Answered without the scheduler: the server's process lives, and this is the label of its weights."""
-        found: dict[str, Any] = await self._json("GET", "/model_info", None, timeout_s)
-        return found
+        return await self._object("GET", "/model_info", None, timeout_s)
 
     async def server_info(self, *, timeout_s: float = ASK_S) -> dict[str, Any]:
         """Start-up arguments and the scheduler's state: answered between two steps of the scheduler."""
-        found: dict[str, Any] = await self._json("GET", "/server_info", None, timeout_s)
-        return found
+        return await self._object("GET", "/server_info", None, timeout_s)
 
     async def loads(self, *, timeout_s: float = ASK_S) -> Loads:
         return self._decoded(loads_decoder, await self._call("GET", "/v1/loads?include=core", None, timeout_s))

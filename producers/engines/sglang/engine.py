@@ -9,7 +9,8 @@ from typing import Any
 
 from headrace.secret import secret
 from producers.engines.api import SamplingParams
-from producers.engines.remote.servers import MOST_TOKENS, ServersEngine
+from producers.engines.remote.job import MOST_TOKENS
+from producers.engines.remote.servers import ServersEngine
 from producers.engines.sglang.launch import LaunchSpec
 from producers.engines.sglang.options import Options, server_flags
 from producers.engines.sglang.place import Place
