@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio as aioredis
 import torch
 
+from audit import ledger
 from broker.api import Order
 from broker.connect import connect_runs
 from broker.keys import Keys
@@ -73,10 +74,34 @@ async def test_tasks_become_groups(setting: Setting, tmp_path: Path) -> None:
     assert len(prompts) == 13
     journal = (tmp_path / "p1.jsonl").read_text()
     assert journal.count('"event": "group"') == 13
+    found = {lane.name: lane for lane in ledger.read(tmp_path).lanes}
+    assert found.keys() == {"engine", "host", "score/arithmetic/0"}
+    assert "lost" not in found["engine"].seconds()
+    assert {"wait_start", "decode", "wait_no_task"} <= found["engine"].seconds().keys()
     assert '"event": "state"' in journal
     balance = {sheet.kind: sheet for sheet in await scene.trainer.port.balance()}
     assert all(sheet.closed for sheet in balance.values())
     assert await scene.peer("p1") == {}
+
+
+async def test_without_the_runs_folder_heartbeats_carry_what_the_lanes_did(setting: Setting) -> None:
+    scene = await setting()
+    async with scene.producer():
+        await scene.trainer.publish(0)
+        await scene.trainer.admit("task-1")
+        await scene.trainer.receive("task-1")
+
+        async def said() -> bool:
+            lanes = {lane["lane"]: lane for lane in (await scene.peer("p1")).get("lanes", [])}
+            return "decode" in lanes.get("engine", {}).get("sums", {})
+
+        await wait_until(said, "a heartbeat says that the engine has decoded")
+        state = await scene.peer("p1")
+    (engine,) = [lane for lane in state["lanes"] if lane["lane"] == "engine"]
+    assert (engine["kind"], engine["device"], engine["devices"]) == ("device", "simulated", 1)
+    # Read a moment later.
+    assert all(engine["sums"][phase] >= spent - 0.001 for phase, spent in state["seconds"].items())
+    assert {lane["lane"] for lane in state["lanes"]} == {"engine", "host", "score/arithmetic/0"}
 
 
 async def test_a_task_waits_for_the_version_that_it_asks_for(setting: Setting) -> None:
