@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +54,17 @@ def read(folder: Path) -> Run:
         transfers=tuple(one for name, lines in services.items() for one in transfers_of(name, lines, offsets[name])),
         beats=tuple(beat for name, lines in services.items() for beat in beats_of(name, lines, offsets[name])),
         dropped={str(line.get("task")): line["event"] for line in trainer if line.get("event") in DROPPED},
-        wasted_device_s=sum(
-            float(line.get("device_s") or 0.0)
-            for lines in services.values()
-            for line in lines
-            if line.get("event") == "wasted"
-        ),
-        intensity=tuple(
-            {**line, "service": name}
-            for name, lines in services.items()
-            for line in lines
-            if line.get("event") == "intensity"
-        ),
+        wasted_device_s=sum(float(line.get("device_s") or 0.0) for line in _events(services, "wasted")),
+        intensity=tuple(_events(services, "intensity")),
         estimated=kept.estimated,
         offsets=_by_host(lanes, offsets),
     )
+
+
+def _events(services: Mapping[str, Iterable[Line]], event: str) -> Iterator[Line]:
+    """All of a kind, each with its `service`."""
+    for name, lines in services.items():
+        yield from ({**line, "service": name} for line in lines if line.get("event") == event)
 
 
 def offset_of(lines: Iterable[Line]) -> float:
