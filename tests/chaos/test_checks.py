@@ -17,6 +17,7 @@ from broker.messages import StepEntry, StepRecord
 from broker.validate import Limits
 from consumers.checkpoint import Checkpoints, RunPosition
 from headrace.errors import WireError
+from headrace.telemetry.journal import Journal
 from headrace.version import PolicyVersion
 from tests.chaos import checks
 from tests.chaos.entries import VOCABULARY, bodies
@@ -29,6 +30,27 @@ from tests.support import make_group, make_task
 def step(number: int, *tasks: str) -> StepRecord:
     entries = tuple(StepEntry(f"{number}-{n}", task, "trained") for n, task in enumerate(tasks))
     return StepRecord(PolicyVersion(1, number), entries)
+
+
+def test_lanes_that_do_not_sum_to_the_time_that_a_process_lived_are_told(tmp_path: Path) -> None:
+    def lived(**seconds: float) -> list[str]:
+        for file in tmp_path.glob("*.jsonl"):
+            file.unlink()
+        ends = Journal(tmp_path / "launcher.jsonl")
+        lane = {"lane": "engine", "kind": "device", "devices": 1, "host": "a", "begin": 100.0, "last": True}
+        records = Journal(tmp_path / "p.jsonl")
+        for pid, (name, wall) in enumerate(seconds.items()):
+            ends.write("exited", service="p", pid=pid, began=100.0, at=100.0 + wall)
+            if name != "nothing":
+                records.write("spans", **lane, pid=pid, spans=[["decode", 10.0]])
+        ends.close()
+        records.close()
+        return checks.ledger_wrong(tmp_path)
+
+    assert lived(one=10.0, two=12.5) == [], "what comes after an orderly end is its exit"
+    assert lived(one=10.0, nothing=3.0) == [], "of a process that wrote nothing all is lost"
+    (wrong,) = lived(one=10.0, two=9.9)
+    assert wrong == "lane engine of process 1 of p sums to 10.000 s, it lived 9.900 s"
 
 
 HISTORY = [step(1, "a", "b"), step(2, "c", "d")]
