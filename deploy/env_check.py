@@ -146,7 +146,7 @@ def _lines(child: subprocess.Popen[bytes], answers: int, at: _At) -> Iterator[Ma
                 block = os.read(answers, 1 << 16)
                 *lines, rest = (rest + block).split(b"\n")
                 since = time.monotonic()
-                yield from map(json.loads, lines)
+                yield from filter(None, map(_said, lines))
                 if block:
                     continue
             if not ready:
@@ -155,6 +155,15 @@ def _lines(child: subprocess.Popen[bytes], answers: int, at: _At) -> Iterator[Ma
                 return
     finally:
         os.close(gone)
+
+
+def _said(line: bytes) -> Mapping[str, Any] | None:
+    """None for what is no line of the child's own: an environment may write wherever it likes."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) else None
 
 
 def _end_of(child: subprocess.Popen[bytes], at: _At, chatter: IO[bytes]) -> Finding:

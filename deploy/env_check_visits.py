@@ -20,6 +20,7 @@ from producers.environments.api import Done, Environment, Observation, Rollout, 
 from producers.environments.calls import Calls, RolloutFailed
 from producers.environments.checks import checked_answer, checked_observation
 from producers.rewards.worker import judged
+from producers.rollout import LETTERS
 from producers.round_trip import difference
 
 ANSWERS = ("42", "I do not know.", "", "<tool_call>{}</tool_call> … é 你好 " * 8)
@@ -231,6 +232,13 @@ class Visitor:
 
     def _judge_length(self, where: str, visit: Visit) -> None:
         first, context = visit.observations[0], self._config.model.context_length
+        if len(visit.prompt) > LETTERS * context:
+            self._found(
+                "error",
+                f"{where} has {len(visit.prompt)} letters, which leave no room for an answer in model.context_length = "
+                f"{context}; make prompts shorter",
+            )
+            return
         try:
             tokens = len(self._chat.prompt(first.messages, first.tools))
         except ModelError as error:

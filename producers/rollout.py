@@ -23,6 +23,9 @@ from producers.transcript import Transcript
 
 GOODBYE_S = 1.0
 """What closing the episode of a cancelled rollout may take."""
+LETTERS = 256
+"""More than any token stands for. A text that cannot fit is not even tokenized: every other rollout would wait a second
+for each megabyte of it."""
 
 _requests = itertools.count()
 
@@ -122,6 +125,8 @@ class _Game:
 
     def _show_first(self) -> None:
         """Raises RolloutFailed when no answer can follow."""
+        if (letters := _letters(self._first)) > LETTERS * self._room:
+            raise RolloutFailed(self._no_room(f"{letters} letters"))
         try:
             tokens = self._player.chat.prompt(self._first.messages, self._first.tools)
         except ModelError as error:
@@ -129,16 +134,19 @@ class _Game:
         if not len(tokens):
             raise RolloutFailed("prompt is empty")
         if len(tokens) >= self._room:
-            least = "model.context_length"
-            if self._room < self._player.engine.context_length:
-                least = "max_tokens_per_episode of the environment"
-            raise RolloutFailed(
-                f"prompt of {len(tokens)} tokens leaves no room for an answer in a context of {self._room} ({least})"
-            )
+            raise RolloutFailed(self._no_room(f"{len(tokens)} tokens"))
         self._transcript.observe(tokens)
+
+    def _no_room(self, size: str) -> str:
+        least = "model.context_length"
+        if self._room < self._player.engine.context_length:
+            least = "max_tokens_per_episode of the environment"
+        return f"prompt of {size} leaves no room for an answer in a context of {self._room} ({least})"
 
     def _show_next(self, observation: Observation, completion: Completion) -> bool:
         """Append what the model sees next. False when no room for an answer is left."""
+        if _letters(observation) > LETTERS * self._room:
+            return False
         last_token = int(completion.token_ids_N[-1])
         try:
             tokens = self._player.chat.follow_up(observation.messages, last_token, self._first.tools)
@@ -213,6 +221,10 @@ def request_seed(task_seed: int, member: int, turn: int) -> int:
     """63 bits that differ for every request of a task, and are the same when the task is played again."""
     digest = hashlib.blake2b(f"{task_seed}/{member}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _letters(observation: Observation) -> int:
+    return sum(len(message.content) for message in observation.messages)
 
 
 def _episode(environment: Environment, task: Task) -> Episode:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
 import signal
+import stat
 import threading
 import time
 from typing import Any
@@ -145,6 +147,22 @@ class Standing(Fine):
 class Killing(Fine):
     def episode(self, split: str, index: int, seed: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Huge(Fine):
+    def episode(self, split: str, index: int, seed: int) -> Any:
+        return SingleTurn("x" * 1_000_000, "4")
+
+
+class Scribbling(Fine):
+    """It writes to every pipe that its process has, and then leaves."""
+
+    def episode(self, split: str, index: int, seed: int) -> Any:
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                if stat.S_ISFIFO(os.fstat(number).st_mode):
+                    os.write(number, b"\xff[1]\n" + b"[" * 5000 + b"\n[]\n")
+        os._exit(3)
 
 
 class Unpicklable(Fine):

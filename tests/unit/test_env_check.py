@@ -83,6 +83,7 @@ async def test_nothing_is_wrong_with_one_that_is_fine() -> None:
         (checked.NoVerdict, "warning", "correct of train prompt 0 gave str; return True or False"),
         (checked.Long, "error", "leave no room for an answer in model.context_length = 512; raise that, or"),
         (checked.Tight, "warning", "of sampling.max_new_tokens = 64 in model.context_length = 512"),
+        (checked.Huge, "error", "train prompt 0 has 1000000 letters, which leave no room for an answer"),
     ],
 )
 async def test_a_fault_is_told_in_a_sentence(kind: type[checked.Fine], level: str, sentence: str) -> None:
@@ -140,6 +141,7 @@ def test_all_of_it_goes_on_in_a_process_of_its_own() -> None:
         ("builtins:object", "is not an environment: it has no __len__, eval_size, episode, score, correct"),
         ("tests.checked:Empty", "it has no training prompts (__len__ is 0)"),
         ("tests.checked:Killing", "its process was killed by SIGKILL where episode of train prompt 0"),
+        ("tests.checked:Scribbling", "its process exited with 3 where episode of train prompt 0"),
         ("tests.checked:ScoredElsewhere", "against the scripted engine failed: reward raised FileNotFoundError"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from broker.messages import TaskDelivery
 from headrace.config import EnvironmentConfig
 from headrace.errors import ConfigError, EngineError, HeadraceError, ServiceError
+from producers.chat import ByteChat
 from producers.engines.api import Completion, Request
 from producers.environments.api import Done, Environment, Message, Observation, Rollout, Turn
 from producers.environments.calls import RolloutFailed
@@ -57,6 +58,22 @@ async def test_the_turn_limit_ends_an_episode_that_goes_on() -> None:
     assert [turn.reward for turn in played.rollout.turns] == [0.5, 1.0, 1.5, 2.0]
     assert played.transcript.token_ids()[-1] == 0
     assert (played.finish_reason, played.rollout.finish_reason, played.reward) == ("length", "length", None)
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_text_that_cannot_fit_is_not_even_tokenized(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    huge, tokenized = "x" * 10_000_000, list[int]()
+    tokens = ByteChat._tokens
+    monkeypatch.setattr(ByteChat, "_tokens", lambda self, text: tokenized.append(len(text)) or tokens(self, text))
+    player, _ = player_of(lambda shown: "x")
+    answer = Observation((Message("user", huge),))
+    playing = play(player, Chats(lambda *_: MultiTurn(huge if first else "start", "", lambda turn: answer)), TASK, 0)
+    if first:
+        with pytest.raises(RolloutFailed, match="prompt of 10000000 letters leaves no room for an answer in a context"):
+            await playing
+    else:
+        assert (await playing).finish_reason == "length"
+    assert max(tokenized, default=0) < 100
 
 
 async def test_an_episode_that_ends_with_its_last_turn_was_not_cut() -> None:
