@@ -7,6 +7,7 @@ of its samples, so that measurements may be appended to each other.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,10 +74,19 @@ def kept(size: int, rates: Mapping[int, float], band: Band, part: Callable[[int]
 
 
 def write_pass_rates(file: Path, measured: Iterable[Measured]) -> None:
-    """A new file of them."""
+    """A new file of them, whole or not at all: what was there before stays until then. Raises OSError."""
     encode = msgspec.json.Encoder().encode
-    with file.open("wb") as out:
-        out.writelines(encode(line) + b"\n" for line in measured)
+    text = b"".join(encode(line) + b"\n" for line in measured)
+    if file.exists() and not file.is_file():  # a pipe, or a device
+        file.write_bytes(text)
+        return
+    file = file.resolve()
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(text)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _lines(file: Path, size: int) -> Iterable[Measured]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,26 @@ def test_prompts_are_filtered_by_measured_pass_rate(
         data=lines(tmp_path, ROWS), prompt="{question}", pass_rates=str(file), pass_rate=band, unmeasured=unmeasured
     )
     assert shown(environment) == [ROWS[index]["question"] for index in sorted(left)]
+
+
+def test_pass_rates_that_have_no_room_leave_those_before(tmp_path: Path) -> None:
+    file = tmp_path / "rates.jsonl"
+    write_pass_rates(file, [Measured(0, 0.5)])
+    many = [Measured(index, 0.25) for index in range(100)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_pass_rates(file, many)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_pass_rates(file, 100) == {0: 0.5}
+    assert list(tmp_path.iterdir()) == [file]
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    write_pass_rates(link, many)
+    assert link.is_symlink()
+    assert len(read_pass_rates(file, 100)) == 100
 
 
 def test_a_column_may_say_the_pass_rate(tmp_path: Path) -> None:
