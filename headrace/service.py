@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -112,6 +113,7 @@ def main(name: str, start: Callable[[Service], Awaitable[None]], *, drain_s: flo
     async def serve() -> None:
         service = Service(name, drain_s=drain_s)
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_unless_nobody_asks)
         _install_signals(service)
         try:
             await start(service)
@@ -143,6 +145,12 @@ def collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, 10, 10)
+
+
+def _unless_nobody_asks(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """All but a name that is not found for a connection that was given up meanwhile: uvloop leaves that one unread."""
+    if not isinstance(context.get("exception"), socket.gaierror):
+        loop.default_exception_handler(context)
 
 
 def _install_signals(service: Service) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 Launch = Callable[..., subprocess.Popen[str]]
 PRELUDE = """
-import asyncio, atexit, os, signal, sys
+import asyncio, atexit, gc, os, signal, sys
 from headrace.errors import BrokerUnavailable
 from headrace.service import Service, main
 
@@ -48,6 +48,14 @@ async def start(service):
             group.create_task(works())
     async def leaves():
         sys.exit(5)
+    async def gives_up():
+        connecting = asyncio.create_task(asyncio.open_connection("no-such-host.invalid", 1))
+        await asyncio.sleep(0)
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        # Looked for by the same thread, after it.
+        await asyncio.gather(asyncio.open_connection("neither.invalid", 1), return_exceptions=True)
+        gc.collect()
     async def crashes():
         raise KeyError("a bug")
     for name in sys.argv[1:]:
@@ -66,7 +74,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     def start(*loops: str, drain_s: str = "0.2") -> subprocess.Popen[str]:
         command = [sys.executable, str(script), *loops]
-        environment = {"PYTHONPATH": str(Path.cwd()), "DRAIN_S": drain_s}
+        # With one thread, names are looked for one after another.
+        environment = {"PYTHONPATH": str(Path.cwd()), "DRAIN_S": drain_s, "UV_THREADPOOL_SIZE": "1"}
         started.append(
             subprocess.Popen(
                 command,
@@ -83,6 +92,12 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+def test_a_name_that_nobody_waits_for_any_more_is_not_complained_about(launch: Launch) -> None:
+    process = launch("gives_up")
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
 
 
 def test_sigterm_drains(launch: Launch) -> None:
