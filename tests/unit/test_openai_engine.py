@@ -208,6 +208,15 @@ async def test_a_request_that_comes_to_nothing_again_and_again_ends_with_what_wa
         )
 
 
+async def test_a_token_that_the_model_has_not_is_no_answer(make: Make, folder: Path) -> None:
+    (folder / "config.json").write_text('{"vocab_size": 7}')
+    async with CompletionServer() as server:
+        engine = await make(server)
+        done = await engine.generate(ask())
+    assert (done.finish_reason, len(done.token_ids_N)) == ("abort", 0)
+    assert "has token 7, which is not in the model's vocabulary of 7" in done.why
+
+
 async def test_a_server_that_is_away_is_taken_back(make: Make) -> None:
     async with CompletionServer() as server:
         engine = await make(server)
