@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 from headrace.config import EnvironmentConfig
 from headrace.objects import reason
 from headrace.telemetry.phases import Lane
+from producers.rewards.processes import end_marked
 from producers.rewards.serving import LENGTH, Setup, answered, framed
 from producers.rewards.worker import Call, Score
 
@@ -34,6 +36,8 @@ START_S = 60.0
 """What a worker may take to start: it imports the user's code."""
 END_S = 10.0
 """What ending a worker may take: its keeper kills it with all that it started."""
+MARK = "HEADRACE_REWARD_WORKER"
+"""In the environment of a keeper, and of all that its worker starts: who they are if something kills the keeper."""
 LARGEST_ANSWER = 64 << 20
 """Bytes of one answer of a worker."""
 
@@ -51,14 +55,17 @@ class Worker:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         memory_mb: int,
+        mark: str,
     ) -> None:
         self._keeper, self._reader, self._writer, self._memory_mb = keeper, reader, writer, memory_mb
+        self._mark = mark
         self._ending: asyncio.Task[str] | None = None
 
     @classmethod
     async def start(cls, memory_mb: int) -> Worker:
         """Raises OSError."""
         ours, theirs = socket.socketpair()
+        mark = secrets.token_hex(8)
         with ours, theirs:
             ours.setblocking(False)
             keeper = await asyncio.create_subprocess_exec(
@@ -67,10 +74,11 @@ class Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
+                env={**os.environ, MARK: mark},
                 start_new_session=True,
             )
             reader, writer = await asyncio.open_unix_connection(sock=ours.dup())
-        return cls(keeper, reader, writer, memory_mb)
+        return cls(keeper, reader, writer, memory_mb, mark)
 
     @property
     def lost(self) -> bool:
@@ -137,6 +145,9 @@ class Worker:
             with suppress(ProcessLookupError):
                 keeper.kill()
             await keeper.wait()
+        if not told:
+            # Killed before it could end what its worker had started.
+            await asyncio.to_thread(end_marked, MARK, self._mark)
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()
@@ -155,7 +166,7 @@ class Worker:
                 return f"ended its worker process (exit code {code})"
             case {"signal": number}:
                 return f"ended its worker process ({_name_of(number)})"
-            case _:
+            case {}:
                 return "was ended with its worker process"
 
 

@@ -66,6 +66,25 @@ def end_descendants() -> list[int]:
     return [process.pid for process in left]
 
 
+def end_marked(variable: str, value: str) -> None:
+    """Kill every process that was started with this in its environment, for at most `END_S`."""
+    until = time.monotonic() + END_S
+    while (left := _marked(variable, value)) and time.monotonic() < until:
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
+
+
+def _marked(variable: str, value: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def _held(process: psutil.Process, kind: Literal["rss", "pss"]) -> int:
     try:
         return int(getattr(process.memory_info() if kind == "rss" else process.memory_full_info(), kind))

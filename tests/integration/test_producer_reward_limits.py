@@ -79,6 +79,11 @@ def is_killed():
     leaves_children()
     os.kill(os.getpid(), 9)
 
+def kills_its_keeper():
+    leaves_children()
+    os.kill(os.getppid(), 9)
+    sleeps()
+
 def comes_back_twice():
     os.fork()
     return 0.75
@@ -148,6 +153,7 @@ GOOD = Score(0.75, correct=True)
         ("hangs_with_children", "reward took longer than 1.5 s"),
         ("dies_with_children", "reward ended its worker process (exit code 7)"),
         ("is_killed", "reward ended its worker process (SIGKILL)"),
+        ("kills_its_keeper", "reward took longer than 1.5 s"),
     ],
 )
 async def test_a_worker_is_ended_with_all_that_it_started(scorer: Scorer, mark: str, what: str, failure: str) -> None:
