@@ -19,6 +19,7 @@ from deploy.audit_cli import audit_app
 from deploy.env_cli import env_app
 from deploy.generate_cli import generate
 from deploy.options import ConfigOption, JsonOption, RunOption, SetOption
+from deploy.portability_cli import portability_app
 from deploy.weights_cli import weights_app
 from headrace.errors import HeadraceError
 
@@ -43,6 +44,7 @@ app.add_typer(dead_app, name="dead")
 app.add_typer(weights_app, name="weights")
 app.add_typer(env_app, name="env")
 app.add_typer(audit_app)
+app.add_typer(portability_app, name="portability")
 app.command()(generate)
 
 Result = TypeVar("Result")

@@ -29,6 +29,7 @@ from producers.engines.seeds import request_seed
 from producers.engines.sequences import Sequence
 from producers.engines.spans import recomputes
 from producers.engines.stops import Decode
+from producers.engines.traits import Traits
 from producers.engines.weights import EngineWeights
 from weightsync.manifest import Layout
 
@@ -156,6 +157,13 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         return self.loop.stats()
+
+    async def traits(self) -> Traits:
+        from producers.engines.torch_traits import traits
+
+        self._check_running()
+        assert self.roofline is not None
+        return await asyncio.to_thread(traits, self.lane.place.device, self.roofline.dtype)
 
     async def close(self) -> None:
         self._closed = True

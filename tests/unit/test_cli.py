@@ -52,7 +52,7 @@ def test_configuration_and_launcher_import_no_torch(module: str) -> None:
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = headrace("--help", cwd=tmp_path)
     assert done.returncode == 0
-    commands = "up scale status rollouts stop config prepare runs dead weights scripts generate env"
+    commands = "up scale status rollouts stop config prepare runs dead weights scripts generate env portability"
     for command in commands.split():
         assert f" {command} " in done.stdout
 

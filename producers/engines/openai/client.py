@@ -27,6 +27,18 @@ class CompletionsClient(HttpClient):
             # It has no such route.
             await self.models(timeout_s=timeout_s)
 
+    async def server_info(self, *, timeout_s: float = ASK_S) -> dict[str, Any]:
+        """vLLM's, and SGLang's: how it was started."""
+        return await self._object("GET", "/server_info?config_format=json", None, timeout_s)
+
+    async def server_version(self, *, timeout_s: float = ASK_S) -> dict[str, Any]:
+        """vLLM's."""
+        return await self._object("GET", "/version", None, timeout_s)
+
+    async def metrics(self, *, timeout_s: float = ASK_S) -> str:
+        """In the text format of Prometheus."""
+        return (await self._call("GET", "/metrics", None, timeout_s)).decode("utf-8", "replace")
+
     async def abort_requests(self, ids: list[str]) -> None:
         """vLLM's: their answers come with what they have. Unknown ids are ignored by the server."""
         await self._post("/abort_requests", {"request_ids": ids}, ASK_S)

@@ -6,6 +6,7 @@ computed anew (spans `fresh`).
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from headrace.version import PolicyVersion
 from producers.engines.api import SamplingParams
 from producers.engines.openai.options import Options
 from producers.engines.openai.replica import CompletionsReplica
+from producers.engines.openai.traits import ask
 from producers.engines.remote.job import MOST_TOKENS
 from producers.engines.remote.servers import ServersEngine
 from producers.engines.stops import Decode
+from producers.engines.traits import Traits, agreed
 from weightsync.manifest import Layout
 
 _ONE_VERSION = (
@@ -72,6 +75,9 @@ class OpenAIEngine(ServersEngine[CompletionsReplica]):
         if self._options.updates == "none" and self._version not in (None, version):
             raise WeightError(_ONE_VERSION)
         return await super().commit(version)
+
+    async def traits(self) -> Traits:
+        return agreed(await asyncio.gather(*(ask(replica.client) for replica in self.replicas)))
 
     def _make_replicas(self) -> tuple[CompletionsReplica, ...]:
         return tuple(

@@ -16,7 +16,9 @@ from producers.engines.sglang.options import Options, server_flags
 from producers.engines.sglang.place import Place
 from producers.engines.sglang.probing import probe, sampling_fault
 from producers.engines.sglang.replica import SglangReplica
+from producers.engines.sglang.traits import traits
 from producers.engines.stops import Decode
+from producers.engines.traits import Traits, agreed
 
 KEY_VARIABLE = "HEADRACE_SGLANG_KEY"
 """Admin key of the servers that are given by URL; or, with `_FILE` behind the name, the file that holds it."""
@@ -60,6 +62,9 @@ class SglangEngine(ServersEngine[SglangReplica]):
         """Before `start`: whose versions these are, and where the output of servers belongs; "" is nowhere."""
         super().join_run(run_id, folder)
         self._logs = Path(folder) / "logs" if folder and Path(folder).is_dir() else None
+
+    async def traits(self) -> Traits:
+        return agreed([traits(replica.info, self._options.server_args) for replica in self.replicas])
 
     def _make_replicas(self) -> tuple[SglangReplica, ...]:
         return tuple(self._replica(index) for index in range(self._options.servers))
