@@ -141,6 +141,8 @@ class Fleet:
                 part.child.kill()
                 part.child.close()
                 part.child = None
+        if self.journal is not None:
+            self.journal.close()
 
     @property
     def surprises(self) -> list[Exit]:

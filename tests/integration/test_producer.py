@@ -111,7 +111,10 @@ async def test_a_task_waits_for_the_version_that_it_asks_for(setting: Setting) -
         await scene.trainer.admit("early")
         await scene.trainer.receive("early")
         await scene.trainer.admit("late", step=2)
-        await wait_until(lambda: len(producer.jobs.held) == 1, "the late task is taken")
+        await wait_until(
+            lambda: [job.delivery.task.task_id for job in producer.jobs.held.values()] == ["late"],
+            "the early task is done and the late one taken",
+        )
         assert (producer.jobs.phase(), producer.jobs.room()) == ("wait_behind_on_weights", 0)
         await scene.trainer.admit("another")
         await scene.trainer.publish(1)
