@@ -5,8 +5,9 @@ standard input is a pipe of whoever started it: at its end, which comes also whe
 process group is ended. A death signal of the kernel would not do: it reaches the server but not the processes that the
 server started, and comes when the thread ends that forked.
 
-A server that is killed leaves what it had in /dev/shm: semaphores, and some megabytes of its own. The guard notes which
-of such files its processes have mapped, and removes them at the end.
+The server is killed, not asked: nobody wants its answers any more, and one that is asked while its processes end sleeps
+for seconds. What it then leaves in /dev/shm, semaphores and some megabytes of its own, the guard removes: it notes
+which of such files the server's processes have mapped.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 3.0
-"""From being asked to being killed."""
 LOOK_S = 10.0
 """Between two looks at what the server's processes have mapped."""
 SHARED = Path("/dev/shm")  # noqa: S108 - a server's files, not ours
@@ -69,9 +68,6 @@ def _wait(server: subprocess.Popen[bytes], mapped: set[str]) -> bool:
 
 
 def _end_group(server: subprocess.Popen[bytes]) -> None:
-    os.killpg(0, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(GRACE_S)
     while others := [pid for pid in _members(os.getpgrp()) if pid != os.getpid()]:
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
