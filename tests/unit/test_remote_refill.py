@@ -38,6 +38,10 @@ def test_a_limit_is_never_none_and_never_above_the_most(limit: int, most: int, b
         assert after > limit or after >= min(most, now.max_running)
 
 
+def test_a_server_that_does_not_tell_its_capacity_is_given_more() -> None:
+    assert next_limit(1, 2, None, Load(running=1, queued=0, used_tokens=1, capacity_tokens=0, max_running=2)) == 2
+
+
 def test_what_has_just_come_is_no_queue_that_stays() -> None:
     flood = replace(IDLE, running=1, queued=63)
     assert next_limit(64, 64, None, flood) == 64

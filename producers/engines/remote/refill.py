@@ -59,8 +59,8 @@ def next_limit(limit: int, most: int, before: Load | None, now: Load) -> int:
 
 
 def _fitting(now: Load) -> int:
-    """Requests as long as those that run that fill the cache to `FULL`."""
-    if now.running == 0 or now.used_tokens == 0:
+    """Requests as long as those that run that fill the cache to `FULL`; more than there can be where nothing tells."""
+    if 0 in (now.running, now.used_tokens, now.capacity_tokens):
         return now.running + max(1, now.max_running)
     return math.floor(FULL * now.capacity_tokens * now.running / now.used_tokens)
 
