@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_the_dashboards_are_those_of_the_script(tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=["base", "gpu"])
 def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """As `kubectl apply -k` sends them."""
-    if shutil.which("kubectl") is None:
+    if shutil.which("kubectl") is None and os.environ.get("HEADRACE_TEST_ALL_SERVERS") != "1":
         pytest.skip("there is no kubectl here, which puts the manifests together")
     made = subprocess.run(
         ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / request.param)], capture_output=True, text=True, timeout=60
