@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tests.living import living
 from tests.support import wait_here
 
 CHECKOUT = Path(__file__).parent.parent
@@ -66,14 +67,7 @@ class Launches:
 
     def processes(self) -> list[psutil.Process]:
         """All that still run, whoever started them: those that were, and theirs."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return living(lambda process: process.environ().get(MARK) == str(self.folder))
 
     def close(self) -> None:
         """Whatever the test left running ends now, launchers first: their processes end with them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from tests.living import living
 from tests.support import wait_here
 
 PACKAGE = "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n"
@@ -190,14 +191,7 @@ class Project:
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs in this folder."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if Path(process.cwd()).is_relative_to(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return living(lambda process: Path(process.cwd()).is_relative_to(self.folder))
 
 
 def wait_until(predicate: Callable[[], bool], what: str) -> None:

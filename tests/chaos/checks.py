@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
-
 from audit import ledger
 from audit.records import read_lines
 from broker.api import Balance
@@ -18,6 +16,7 @@ from broker.messages import StepRecord, Verdict
 from tests.chaos.archive import Entry
 from tests.chaos.processes import MARK, Exit
 from tests.chaos.world import World
+from tests.living import living
 
 
 def sheet_wrong(sheet: Balance, history: Sequence[StepRecord], losses: int, *, exact: bool = True) -> list[str]:
@@ -85,14 +84,10 @@ def logs_wrong(folder: Path) -> list[str]:
 
 def left_over(run_id: str) -> list[str]:
     """Processes and shared memory of this run that are still there."""
-    wrong = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == run_id and process.status() != psutil.STATUS_ZOMBIE:
-                wrong.append(f"process {process.pid} is left: {' '.join(process.cmdline())}")
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return wrong + [f"{file} is left" for file in Path("/dev/shm").glob(f"headrace-{run_id}-*")]
+    left = living(lambda process: process.environ().get(MARK) == run_id)
+    return [f"{process} is left" for process in left] + [
+        f"{file} is left" for file in Path("/dev/shm").glob(f"headrace-{run_id}-*")
+    ]
 
 
 def ledger_wrong(folder: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -11,11 +10,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from broker.connect import connect_runs
 from deploy.redis_server import find_binary
+from tests.living import living
 from tests.support import wait_here
 
 CHECKOUT = Path(__file__).parents[2]
@@ -81,10 +80,8 @@ def job(tmp_path: Path, tiny_model: Path) -> Iterator[Path]:
     (tmp_path / ".venv").symlink_to(CHECKOUT / ".venv")
     (tmp_path / "run.toml").write_text(CONFIG.format(steps=1_000_000, model=tiny_model))
     yield tmp_path
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.cwd() == str(tmp_path):
-                process.kill()
+    for process in living(lambda process: process.cwd() == str(tmp_path)):
+        process.kill()
 
 
 def submit(folder: Path, port: int) -> subprocess.Popen[str]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from broker.api import Hello, RunRecord
@@ -21,6 +20,7 @@ from deploy.run_folder import RunFolder
 from headrace.config import Config
 from headrace.files import write_json
 from headrace.version import PolicyVersion
+from tests.living import living
 
 WORDS = {"what": 0, "is": 1, "two": 2, "four": 3}
 DIGESTS = {"model": "m", "tokenizer": "t", "chat_template": "c"}
@@ -142,7 +142,7 @@ def test_a_run_that_has_ended_is_read_from_what_its_redis_left(tmp_path: Path) -
         ]
     assert headrace("", tmp_path, "dead", "list").stdout == "no dead letters\n"
     assert not folder.live
-    assert not [child for child in psutil.process_iter() if str(tmp_path) in " ".join(child.cmdline())]
+    assert not living(lambda process: str(tmp_path) in " ".join(process.cmdline()))
 
     shutil.rmtree(folder.redis_folder)
     elsewhere = headrace("", tmp_path, "rollouts")

@@ -6,10 +6,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from broker.messages import Group
+from tests.living import living
 from tests.producers import Scene, Setting, counted
 
 OWN = """
@@ -63,14 +63,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def marked(mark: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("HEADRACE_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
+    return [process.pid for process in living(lambda process: process.environ().get("HEADRACE_TEST_MARK") == mark)]
 
 
 def environments(own: str, *rewards: str) -> list[dict[str, Any]]:

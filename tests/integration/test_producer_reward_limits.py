@@ -9,7 +9,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from headrace.config import EnvironmentConfig
 from producers.environments.api import Rollout
 from producers.rewards.scorer import Scorer
 from producers.rewards.worker import Score
+from tests.living import living
 from tests.support import wait_until
 
 MEMORY_MB = 300
@@ -253,9 +253,4 @@ async def test_a_killed_producer_leaves_no_process(tmp_path: Path, mark: str) ->
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("HEADRACE_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return living(lambda process: process.environ().get("HEADRACE_TEST_MARK") == mark)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from headrace.config import EnvironmentConfig
 from producers.environments.api import Rollout, Turn
 from producers.rewards.scorer import Scorer
 from producers.rewards.worker import Score
+from tests.living import living
 
 OWN = """
 import asyncio, os, sys, time
@@ -246,12 +246,8 @@ def test_workers_leave_when_their_producer_is_killed(tmp_path: Path) -> None:
 
 def keepers() -> list[psutil.Process]:
     """Those of reward workers, and none of the other children that this test session has."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "producers.rewards.keeper" in child.cmdline():
-                found.append(child)
-    return found
+    own = os.getpid()
+    return living(lambda process: process.ppid() == own and "producers.rewards.keeper" in process.cmdline())
 
 
 def workers() -> list[psutil.Process]:

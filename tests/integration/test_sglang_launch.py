@@ -21,6 +21,7 @@ from headrace.errors import EngineError
 from producers.engines.sglang import guard
 from producers.engines.sglang.client import ServerGone, ServerRefused, SglangClient
 from producers.engines.sglang.launch import LaunchSpec, Server
+from tests.living import living
 from tests.support import wait_here, wait_until
 
 STAND_IN = """
@@ -82,14 +83,7 @@ def start(spec: LaunchSpec) -> Iterator[Start]:
 
 def group(pid: int) -> list[psutil.Process]:
     """Living processes of a process group."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
+    return living(lambda process: os.getpgid(process.pid) == pid)
 
 
 @pytest.mark.parametrize("end", ["closed", "killed", "dies"])

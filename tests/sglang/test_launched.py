@@ -16,6 +16,7 @@ from producers.engines.remote.options import parsed
 from producers.engines.sglang.engine import SglangEngine
 from producers.engines.sglang.options import Options
 from producers.engines.sglang.replica import SglangReplica
+from tests.living import living
 from tests.remote_engines import FIRST, PROMPT, SECOND, apart, ask, letters, scored, stage
 from tests.sglang_servers import tiny_spec
 from tests.support import wait_until
@@ -33,14 +34,7 @@ def pid_of(replica: SglangReplica) -> int:
 
 def group_of(pid: int) -> list[psutil.Process]:
     """Living processes that were started with a server."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
+    return living(lambda process: os.getpgid(process.pid) == pid)
 
 
 async def members_share_their_prompt(engine: SglangEngine) -> None:
