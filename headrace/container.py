@@ -63,7 +63,9 @@ class Contained:
         while line := stream.readline(LONGEST):
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
-            self._last = line if line.strip() else self._last
+            if line.strip():
+                # What is indented belongs to the sentence before it.
+                self._last = (self._last + line)[:LONGEST] if line[:1].isspace() else line
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.told = True

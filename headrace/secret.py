@@ -5,6 +5,7 @@ The file is how containers and orchestrators give them: it stands in no list of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -27,6 +28,12 @@ def secret(name: str, environ: Mapping[str, str]) -> str:
     try:
         with Path(file).open(encoding="utf-8") as stream:
             value = stream.read(LONGEST).strip()
+    except FileNotFoundError:
+        raise ConfigError(f"{name}_FILE names {file}, which is missing; write the secret into a file there") from None
+    except PermissionError:
+        raise ConfigError(
+            f"{name}_FILE names {file}, which user {os.getuid()} may not read; let that user read it"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}_FILE names {file}, which cannot be read: {error}") from None
     if not value:

@@ -13,6 +13,9 @@ import pytest
 
 from tests.support import wait_here
 
+LOG_FOLLOWS = (
+    "import sys; print('odd', 'engine: it ended. Its log:', '  a', '', '  b', sep='\\n', file=sys.stderr); sys.exit(4)"
+)
 FAILS = "import sys; print('weights: no room', file=sys.stderr); sys.exit(5)"
 LEAVES = """
 import signal, sys
@@ -61,6 +64,12 @@ def test_what_a_service_said_last_is_its_health(start: Start, tmp_path: Path) ->
     process.terminate()
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (5, "", "weights: no room\n")
+
+
+def test_what_belongs_to_its_last_sentence_is_there_too(start: Start, tmp_path: Path) -> None:
+    start(LOG_FOLLOWS)
+    wait_here(lambda: "exit" in probe(tmp_path)[1], "the probe knows why")
+    assert probe(tmp_path) == (1, "engine: it ended. Its log:\n  a\n  b (exit 4)\n")
 
 
 def test_a_next_start_begins_without_last_words(start: Start, tmp_path: Path) -> None:

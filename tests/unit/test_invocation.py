@@ -70,7 +70,7 @@ def test_a_password_goes_with_the_url_of_a_flag() -> None:
 @pytest.mark.parametrize(
     ("content", "also", "sentence"),
     [
-        (None, {}, "SECRET_FILE names .*, which cannot be read: .*No such file"),
+        (None, {}, "SECRET_FILE names .*, which is missing; write the secret into a file there"),
         (b" \n", {}, "SECRET_FILE names .*, which is empty; write the secret into it"),
         (b"\xff", {}, "SECRET_FILE names .*, which cannot be read"),
         (b"x", {"SECRET": "y"}, "SECRET and SECRET_FILE are both set; leave one of them out"),
