@@ -9,8 +9,9 @@ import torch
 
 from consumers.packing import Row
 from headrace.policy.entropy import chosen_logprobs_and_entropy
+from headrace.policy.head import Score, packed_scores
 from headrace.policy.intensity import shape_of
-from headrace.policy.logprobs import chosen_logprobs, packed_logits
+from headrace.policy.logprobs import chosen_logprobs
 from headrace.policy.packed_attention import use_packed_attention
 from headrace.telemetry.arithmetic import block_contexts
 from headrace.telemetry.phases import Lane
@@ -31,11 +32,20 @@ class Forward:
 
     def logprobs(self, row: Row) -> torch.Tensor:
         """float32 [N]: log-probs of the row's targets."""
-        return chosen_logprobs(self._logits(row), self.tensor(row.targets_N), self._temperature)
+
+        def score(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> torch.Tensor:
+            return chosen_logprobs(logits_nV, targets_n, self._temperature)[:, None]
+
+        return self._scores(row, score)[:, 0]
 
     def logprobs_and_entropy(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [N] each: the same, and entropies of the distributions that the targets are drawn from."""
-        return chosen_logprobs_and_entropy(self._logits(row), self.tensor(row.targets_N), self._temperature)
+
+        def score(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> torch.Tensor:
+            return torch.stack(chosen_logprobs_and_entropy(logits_nV, targets_n, self._temperature), dim=1)
+
+        logprobs_N, entropy_N = self._scores(row, score).unbind(1)
+        return logprobs_N, entropy_N
 
     @torch.no_grad()
     def frozen(self, rows: Sequence[Row], phase: str) -> list[torch.Tensor]:
@@ -61,15 +71,12 @@ class Forward:
         """A column of a row, on the model's device."""
         return torch.from_numpy(values).to(self.device)
 
-    def _logits(self, row: Row) -> torch.Tensor:
+    def _scores(self, row: Row, score: Score) -> torch.Tensor:
+        """[N, C]: `score` of the row's targets."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            return packed_logits(
-                self.model,
-                self.tensor(row.token_ids_T),
-                self.tensor(row.positions_T),
-                row.blocks,
-                self.tensor(row.sources_N),
-            )
+            columns = (row.token_ids_T, row.positions_T, row.sources_N, row.targets_N)
+            ids_T, positions_T, sources_N, targets_N = map(self.tensor, columns)
+            return packed_scores(self.model, ids_T, positions_T, row.blocks, sources_N, targets_N, score)
 
 
 def contexts_of(row: Row) -> int:

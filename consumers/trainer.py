@@ -24,6 +24,7 @@ from consumers.packing import Row, Sample, pack
 from consumers.schedule import learning_rate
 from headrace.config import Config
 from headrace.config_trainer import TrainerConfig
+from headrace.policy.activations import recompute_activations
 from headrace.policy.dtype import compute_dtype
 from headrace.policy.intensity import measured, observe
 from headrace.telemetry.arithmetic import Roofline
@@ -100,6 +101,8 @@ class Trainer:
         lane.place.device = str(self._device)
         observe(lane, str(self._device))
         self.autocast = autocast(config.trainer, model, str(self._device))
+        if config.trainer.activation_checkpointing:
+            recompute_activations(model)
         temperature = config.sampling.temperature
         self._policy = Forward(model, lane, temperature, autocast=self.autocast)
         self._reference = None

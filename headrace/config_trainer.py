@@ -84,6 +84,8 @@ class TrainerConfig(Section):
     """KL from engine to trainer, in nats per token of the version that is trained, above which both disagree."""
     token_budget: int = Field(2048, ge=16, le=LARGEST_COUNT)
     """Tokens of one microbatch, shared prompts counted once."""
+    activation_checkpointing: bool = False
+    """Compute each layer once more in the backward pass, and keep its input only: less memory, a third more to compute."""
     autocast: Literal["auto", "bfloat16", "off"] = "auto"
     threads: Threads = 1
     without_producers: Literal["wait", "end"] = "wait"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from headrace.policy.blocks import Block
+from headrace.policy.head import packed_scores
 
 CHUNK = 16
 """Rows of logits that are in float32 at a time: they stay in the cache of a CPU core."""
@@ -30,27 +31,12 @@ def packed_logprobs(
 
     Logits are divided by `temperature`, as the sampler does; 0 is greedy, whose log-probs are those of temperature 1.
     """
-    logits_NV = packed_logits(model, token_ids_T, positions_T, blocks, sources_N)
-    return chosen_logprobs(logits_NV, targets_N, temperature or 1.0)
+    scale = temperature or 1.0
 
+    def score(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> torch.Tensor:
+        return chosen_logprobs(logits_nV, targets_n, scale)[:, None]
 
-def packed_logits(
-    model: Any, token_ids_T: torch.Tensor, positions_T: torch.Tensor, blocks: Sequence[Block], sources_N: torch.Tensor
-) -> torch.Tensor:
-    """[N, V]: logits after the tokens at `sources_N` of a packed row, and nowhere else, in the type of the product.
-
-    `model` is a causal LM on which `use_packed_attention` was called. They come from the model's own forward, so that a
-    scale or cap that the model puts on them is in.
-    """
-    output = model(
-        input_ids=token_ids_T[None],
-        position_ids=positions_T[None],
-        use_cache=False,
-        logits_to_keep=sources_N,
-        packed_blocks=tuple(blocks),
-    )
-    logits_NV: torch.Tensor = output.logits[0]
-    return logits_NV
+    return packed_scores(model, token_ids_T, positions_T, blocks, sources_N, targets_N, score)[:, 0]
 
 
 def chosen_logprobs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers import CohereConfig, CohereForCausalLM
 from broker.messages import Trajectory, VersionSpan
 from consumers.packing import Row, Sample, pack, shared_prefix
 from headrace.errors import ModelError
-from headrace.policy import packed_attention
+from headrace.policy import head, packed_attention
 from headrace.policy.logprobs import packed_logprobs
 from headrace.policy.packed_attention import use_packed_attention
 from headrace.version import PolicyVersion
@@ -86,9 +86,14 @@ def gradients(net: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["llama", "cohere"])
 @pytest.mark.parametrize("one_product", [512, 0])
 @settings(max_examples=25)
-@given(made=groups(), budget=st.integers(8, 60), temperature=st.sampled_from([1.0, 0.7]))
+@given(
+    made=groups(),
+    budget=st.integers(8, 60),
+    temperature=st.sampled_from([1.0, 0.7]),
+    piece=st.sampled_from([1, 3, 1 << 20]),
+)
 def test_packed_equals_plain(
-    kind: str, one_product: int, made: list[list[Sample]], budget: int, temperature: float
+    kind: str, one_product: int, made: list[list[Sample]], budget: int, temperature: float, piece: int
 ) -> None:
     reference, net = model(kind), model(kind)
     use_packed_attention(net)
@@ -99,6 +104,7 @@ def test_packed_equals_plain(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_attention, "ONE_PRODUCT", one_product)
+        patch.setattr(head, "PIECE_BYTES", piece * 4 * 97)
         got = []
         for row in rows:
             logprobs = packed(net, row, temperature)

@@ -105,6 +105,7 @@ def test_order_microbatches_and_padding_change_nothing(name: str) -> None:
     chosen = VARIANTS[name]
     expected = gradient(GROUPS, token_budget=4096, **chosen)
     same(gradient(GROUPS, token_budget=16, **chosen), expected)
+    same(gradient(GROUPS, token_budget=16, activation_checkpointing=True, **chosen), expected)
 
     turned = [replace(each, trajectories=each.trajectories[::-1]) for each in reversed(GROUPS)]
     same(gradient(turned, token_budget=40, **chosen), expected)
