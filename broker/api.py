@@ -147,6 +147,22 @@ class ServicePort(Protocol):
 
     async def order(self, order: Order) -> None: ...
 
+    async def line_up(self, device: str, holder: str, lease_s: float) -> tuple[str, ...]:
+        """Stand in line for a device, or keep one's place: who stands there, in order. The first has the device.
+
+        A place that is not kept for `lease_s` is lost to those behind it. `device` and `holder` are without blanks; a
+        holder is one process, for good.
+        """
+        ...
+
+    async def step_aside(self, device: str, holder: str) -> tuple[str, ...]:
+        """Give one's place up, where there is one."""
+        ...
+
+    async def wait_line(self, device: str, seen: tuple[str, ...], block_ms: int) -> tuple[str, ...]:
+        """The line as soon as it is another one than was seen, else the same after `block_ms`."""
+        ...
+
     def watch(self, on_outage: Callable[[str], None]) -> None:
         """Be told why calls to the broker wait, once they have for a second, and "" when it answers again."""
         ...

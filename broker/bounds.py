@@ -14,6 +14,8 @@ reigns                MAX_REIGNS
 manifests             MAX_MANIFESTS; usually those that the trainer's publisher keeps alive
 pins                  MAX_PINS
 leases                one per reader and version that it reads; those that have run out leave with the next
+places                one per service that shares a device; those that have run out leave with the next
+moves                 about MAX_MOVES
 peers, beat:<name>    MAX_PEERS, unless more are alive; a heartbeat's key lives for one lease
 deleted               one string, for KEEP_DELETED_MS; all else lives for KEEP_ENDED_MS after the run's end
 """
@@ -38,6 +40,8 @@ MAX_ORDERS = 1024
 MAX_PEERS = 1024
 """Services that are remembered, unless more are alive at once."""
 MAX_HEADS = 256
+MAX_MOVES = 256
+"""Notifications that a line for a device has moved."""
 MAX_MANIFESTS = 2048
 """Of weight versions; twice what may be alive at once, so that only what a dead trainer left behind is dropped."""
 MAX_REASONS = 512

@@ -67,6 +67,25 @@ class MemoryService:
         self.store.orders.append(replace(order, order_id=self.store.new_id()))
         self.store.wake()
 
+    async def line_up(self, device: str, holder: str, lease_s: float) -> tuple[str, ...]:
+        store = self.store
+        before = store.line(device, holder)
+        store.places[device, holder] = now_ms() + max(1, round(lease_s * 1000))
+        if (line := store.line(device, holder)) != before:
+            store.wake()
+        return line
+
+    async def step_aside(self, device: str, holder: str) -> tuple[str, ...]:
+        store = self.store
+        if store.places.pop((device, holder), None) is not None:
+            store.wake()
+        return store.line(device)
+
+    async def wait_line(self, device: str, seen: tuple[str, ...], block_ms: int) -> tuple[str, ...]:
+        store = self.store
+        await store.wait(lambda: store.line(device) != seen, block_ms)
+        return store.line(device)
+
     def watch(self, on_outage: Callable[[str], None]) -> None:
         """It is never away."""
 

@@ -94,6 +94,8 @@ class RunStore:
     reigns: dict[int, Reign] = field(default_factory=dict)
     manifests: dict[PolicyVersion, bytes] = field(default_factory=dict)
     leases: dict[tuple[PolicyVersion, str], int] = field(default_factory=dict)
+    places: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Device and who stands in line for it, in order, to the end of the lease."""
     _last_id: int = 0
     _waiting: set[asyncio.Event] = field(default_factory=set)
 
@@ -128,6 +130,12 @@ class RunStore:
 
     def alive(self, name: str) -> bool:
         return self.beats.get(name, 0) > now_ms()
+
+    def line(self, device: str, holder: str = "") -> tuple[str, ...]:
+        """Who stands in line for a device; of others than `holder` only those whose lease runs."""
+        now = now_ms()
+        self.places = {place: end for place, end in self.places.items() if end > now or place == (device, holder)}
+        return tuple(name for at, name in self.places if at == device)
 
     def admit(self, tasks: Iterable[tuple[Task, bytes]]) -> None:
         for task, body in tasks:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from broker.api import Fence, Order, Peer, RunRecord, RunState, RunStatus
-from broker.bounds import MAX_ORDERS, MAX_PEERS, SILENT_MS
+from broker.bounds import MAX_MOVES, MAX_ORDERS, MAX_PEERS, SILENT_MS
 from broker.leases import counted
 from broker.redis.link import Fields, Link, stream_entries, text
 from broker.redis.records import decode_peer, encode_peer
@@ -73,6 +73,25 @@ class RedisService:
 
     async def order(self, order: Order) -> None:
         await self._link.script("order", order.kind, order.target, order.count, order.reason, MAX_ORDERS)
+
+    async def line_up(self, device: str, holder: str, lease_s: float) -> tuple[str, ...]:
+        return await self._line(device, holder, milliseconds(lease_s))
+
+    async def step_aside(self, device: str, holder: str) -> tuple[str, ...]:
+        return await self._line(device, holder, 0)
+
+    async def wait_line(self, device: str, seen: tuple[str, ...], block_ms: int) -> tuple[str, ...]:
+        stream = self._link.keys.of("moves")
+        # The place in the stream first, then the line: a move between the two is not missed.
+        place = await self._newest(stream)
+        line = await self._line(device, "", 0)
+        if block_ms < 1 or line != seen:
+            return line
+        await self._link.send("XREAD", "COUNT", 1, "BLOCK", self._link.block_ms(block_ms), "STREAMS", stream, place)
+        return await self._line(device, "", 0)
+
+    async def _line(self, device: str, holder: str, lease_ms: int) -> tuple[str, ...]:
+        return tuple(map(text, await self._link.script("line", device, holder, lease_ms, MAX_MOVES)))
 
     def watch(self, on_outage: Callable[[str], None]) -> None:
         self._link.connection.waits.on_outage = on_outage

@@ -77,13 +77,10 @@ local function deliveries(tasks, entry, consumer)
   return nil
 end
 
--- A service says that it lives: its heartbeat's key stays for one lease. Where nobody was heard for 6/10 of a lease of
--- the producers, it was Redis that was away, and for one lease more no producer is taken for dead. (Each is heard four
--- times a lease; so one whose lease ran out because Redis stood still was last heard, with all others, 3/4 of it ago.)
-local function beat(state, key, lease, of_producer)
-  if redis.call('PEXPIRE', key, lease) == 0 then
-    redis.call('SET', key, '1', 'PX', lease)
-  end
+-- Notes that Redis answers. Where nobody was heard for 6/10 of a lease of the producers, it was Redis that was away, and
+-- for one lease more nobody is taken for dead. (Each is heard four times a lease; so one whose lease ran out because Redis
+-- stood still was last heard, with all others, 3/4 of it ago.) The lease is the given one where none is known.
+local function heard(state, lease, of_producer)
   local now, said = now_ms(), redis.call('HMGET', state, 'heard', 'lease')
   local theirs = tonumber(of_producer and lease or said[2] or lease)
   local silent = now - tonumber(said[1] or now)
@@ -93,4 +90,12 @@ local function beat(state, key, lease, of_producer)
   if silent > theirs / 8 or not said[1] then
     redis.call('HSET', state, 'heard', now, 'lease', theirs)
   end
+end
+
+-- A service says that it lives: its heartbeat's key stays for one lease.
+local function beat(state, key, lease, of_producer)
+  if redis.call('PEXPIRE', key, lease) == 0 then
+    redis.call('SET', key, '1', 'PX', lease)
+  end
+  heard(state, lease, of_producer)
 end
