@@ -20,6 +20,8 @@ import multiprocessing
 import os
 import statistics
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from headrace.version import PolicyVersion
 BARS = {"padding_waste": 0.05, "tokens_vs_dense": 0.90, "logprob_peak_vs_naive": 0.25}
 GROUPS, GROUP_SIZE = 6, 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 60, 1.0, 4, 768
-VOCABULARY = 40_000
+LARGEST_ID = 40_000
 DENSE_LENGTH = 256
 PEAK_TOKENS, PEAK_VOCABULARY = 4096, 49_152
 
@@ -56,10 +58,10 @@ def workload(seed: int = 0) -> list[Group]:
     random = np.random.default_rng(seed)
     made = []
     for index in range(GROUPS):
-        prompt = random.integers(100, VOCABULARY, int(random.integers(40, 51)))
+        prompt = random.integers(100, LARGEST_ID, int(random.integers(40, 51)))
         lengths = np.clip(random.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE), SHORTEST, LONGEST).astype(int)
         members = tuple(
-            _rollout(prompt, random.integers(100, VOCABULARY, length), member) for member, length in enumerate(lengths)
+            _rollout(prompt, random.integers(100, LARGEST_ID, length), member) for member, length in enumerate(lengths)
         )
         made.append(Group(f"t{index}", 1, "train", "random", index, "benchmark", members))
     return made
@@ -75,32 +77,34 @@ def _rollout(prompt: np.ndarray[Any, Any], completion: np.ndarray[Any, Any], mem
 class DenseStep:
     """A step on full rows: nothing is padded, nothing is shared, and the attention is the library's."""
 
-    def __init__(self, tokens: int, targets: int, budget: int, *, autocast: bool) -> None:
-        self.model = load_model(resolve_model("smollm2"), "float32")
-        self._autocast = autocast
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+    def __init__(self, model: Any, tokens: int, targets: int, budget: int, *, autocast: bool) -> None:
+        self._model, self._autocast = model, autocast
+        self._device = next(model.parameters()).device
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         rows = max(1, round(tokens / DENSE_LENGTH))
         self.tokens = rows * DENSE_LENGTH
-        self._ids = torch.randint(100, VOCABULARY, (rows, DENSE_LENGTH)).split(max(1, budget // DENSE_LENGTH))
+        ids = torch.randint(100, LARGEST_ID, (rows, DENSE_LENGTH), device=self._device)
+        self._ids = torch.split(ids, max(1, budget // DENSE_LENGTH))
         self._kept = targets // rows
 
-    def run(self) -> None:
+    def run(self) -> float:
+        total = 0.0
         for ids_BT in self._ids:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
-                logits_BTV = self.model(input_ids=ids_BT, use_cache=False, logits_to_keep=self._kept + 1).logits
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+                logits_BTV = self._model(input_ids=ids_BT, use_cache=False, logits_to_keep=self._kept + 1).logits
             targets_N = ids_BT[:, -self._kept :].flatten()
-            logprobs_N = chosen_logprobs(logits_BTV[:, :-1].flatten(0, 1), targets_N)
-            (-logprobs_N.mean()).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            loss = -chosen_logprobs(logits_BTV[:, :-1].flatten(0, 1), targets_N).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        return total
 
 
-def steps(repeats: int) -> dict[str, Figure]:
-    """Figures of whole training steps."""
-    groups = workload()
-    model = load_model(resolve_model("smollm2"), "float32")
-    config = TrainerConfig(group_size=GROUP_SIZE)
+def steps(load: Callable[[], Any], repeats: int, config: TrainerConfig) -> dict[str, Figure]:
+    """Figures of whole training steps of the model that `load` returns, in float32."""
+    groups, model = workload(), load()
     trainer = Trainer(model, Config(trainer=config), Lane("trainer", "bench"))
     computed = [0]
     hook = model.get_input_embeddings().register_forward_hook(lambda _, given, __: _count(computed, given[0]))
@@ -109,25 +113,20 @@ def steps(repeats: int) -> dict[str, Figure]:
     rows = pack([[Sample(t, 1.0) for t in group.trajectories] for group in groups], config.token_budget)
     packed = sum(row.token_ids_T.size for row in rows)
     targets = sum(row.targets_N.size for row in rows)
-    dense = DenseStep(packed, targets, config.token_budget, autocast=trainer.autocast)
+    dense = DenseStep(load(), packed, targets, config.token_budget, autocast=trainer.autocast)
     dense.run()
     spent: dict[str, list[float]] = {"packed": [], "dense": []}
     for _ in range(repeats):
         spent["packed"].append(seconds(lambda: trainer.train(groups, 0, 1)))
         spent["dense"].append(seconds(dense.run))
-    rates = {
-        "packed": packed / statistics.median(spent["packed"]),
-        "dense": dense.tokens / statistics.median(spent["dense"]),
-    }
+    rate = packed / statistics.median(spent["packed"])
+    full = dense.tokens / statistics.median(spent["dense"])
     padding = computed[0] - packed
     whole = sum(t.token_ids_T.size for group in groups for t in group.trajectories)
+    share = padding / computed[0]
     return {
-        "padding_waste": Figure(
-            padding, "positions", computed[0], padding / computed[0], BARS["padding_waste"], at_most=True
-        ),
-        "tokens_vs_dense": Figure(
-            rates["packed"], "tokens/s", rates["dense"], rates["packed"] / rates["dense"], BARS["tokens_vs_dense"]
-        ),
+        "padding_waste": Figure(padding, "positions", computed[0], share, BARS["padding_waste"], at_most=True),
+        "tokens_vs_dense": Figure(rate, "tokens/s", full, rate / full, BARS["tokens_vs_dense"]),
         "computed_vs_rollouts": Figure(computed[0], "positions", whole, computed[0] / whole),
     }
 
@@ -140,10 +139,16 @@ def small_model() -> Any:
     """Little but a head of the size that matters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 576, "intermediate_size": 64, "num_attention_heads": 9, "num_key_value_heads": 3}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=PEAK_VOCABULARY, num_hidden_layers=1, tie_word_embeddings=True, **sizes)
+    config = LlamaConfig(
+        vocab_size=PEAK_VOCABULARY,
+        hidden_size=576,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
     )
+    return LlamaForCausalLM(config)
 
 
 def peak(kind: str) -> int:
@@ -171,11 +176,11 @@ def peak(kind: str) -> int:
 def kept(kind: str) -> int:
     """Bytes that a row's forward pass keeps for its backward pass."""
     torch.set_num_threads(1)
-    model = load_model(resolve_model("smollm2"), "float32")
+    model = smollm2()
     if kind == "recomputed":
         recompute_activations(model)
     use_packed_attention(model)
-    ids_T = torch.randint(0, VOCABULARY, (1024,))
+    ids_T = torch.randint(0, LARGEST_ID, (1024,))
     blocks = tuple(Block(at, 0, (128,)) for at in range(0, 1024, 128))
     sources_N = torch.arange(0, 1024, 128)
     before = _kib("VmRSS")
@@ -190,12 +195,16 @@ def _kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
 
 
+def smollm2() -> Any:
+    return load_model(resolve_model("smollm2"), "float32")
+
+
 def memory() -> dict[str, Figure]:
     """Figures of peaks, each measured in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        ours, naive = (pool.apply(peak, (kind,)) for kind in ("ours", "naive"))
-        recomputed, plain = (pool.apply(kept, (kind,)) for kind in ("recomputed", "plain"))
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        ours, naive = pool.map(peak, ("ours", "naive"))
+        recomputed, plain = pool.map(kept, ("recomputed", "plain"))
     return {
         "logprob_peak_vs_naive": Figure(
             ours / 1e6, "MB", naive / 1e6, ours / naive, BARS["logprob_peak_vs_naive"], at_most=True
@@ -213,7 +222,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     figures = memory()
     keep_freed_memory()
-    figures = steps(given.repeats) | figures
+    figures = steps(smollm2, given.repeats, TrainerConfig(group_size=GROUP_SIZE)) | figures
     return report("batches, one core", figures, json_file=given.json, check=given.check)
 
 
