@@ -76,7 +76,7 @@ def test_pods_wait_for_the_run_and_have_time_to_drain(manifests: list[dict[str, 
         for each in manifests
         if "template" in each.get("spec", {})
     }
-    for name, least in (("producer", 30 + 10), ("trainer", 120 + 10)):
+    for name, least in (("producer", 30 + 30 + 20), ("trainer", 120 + 20)):
         assert pods[name]["terminationGracePeriodSeconds"] >= least
         assert pods[name]["initContainers"][0]["name"] == "registered"
     assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods.values())

@@ -30,7 +30,7 @@ def test_weights_go_by_tcp_which_log_metrics_and_status_say(apart: Stack) -> Non
 
 METRICS = """
 import pathlib, urllib.request
-token = pathlib.Path("/run/secrets/metrics_token").read_text()
+token = pathlib.Path("/run/secrets/headrace/metrics_token").read_text()
 asked = urllib.request.Request("http://127.0.0.1:9100/metrics", headers={"Authorization": f"Bearer {token}"})
 print(urllib.request.urlopen(asked).read().decode())
 """

@@ -37,7 +37,7 @@ def test_a_wrong_password(mended: Stack, secrets: Callable[..., Path]) -> None:
 
 def test_a_secret_that_is_empty(mended: Stack, secrets: Callable[..., Path]) -> None:
     mended.up("--force-recreate", "--no-deps", "producer", HEADRACE_SECRETS=str(secrets(token="")))
-    says(mended, "producer", "HEADRACE_METRICS_TOKEN_FILE names /run/secrets/metrics_token, which is empty")
+    says(mended, "producer", "HEADRACE_METRICS_TOKEN_FILE names /run/secrets/headrace/metrics_token, which is empty")
 
 
 def test_redis_without_a_password(
@@ -46,13 +46,40 @@ def test_redis_without_a_password(
     stack = stack_of("headrace-test-open", HEADRACE_SECRETS=str(secrets(password="")))
     failed = stack.up("--wait", "redis", check=False)
     assert failed.returncode
-    says(stack, "redis", "the secret redis_password is empty; write a password into the file")
+    says(stack, "redis", "the secret redis_password is missing, empty, or has white space in it; write a password into")
 
 
-def test_a_secret_whose_file_is_missing(mended: Stack, tmp_path: Path) -> None:
-    failed = mended.up("--force-recreate", "--no-deps", "producer", check=False, HEADRACE_SECRETS=str(tmp_path))
+def test_a_password_of_odd_letters(
+    images: list[str], stack_of: Callable[..., Stack], secrets: Callable[..., Path]
+) -> None:
+    stack = stack_of("headrace-test-odd", HEADRACE_SECRETS=str(secrets(password='o"d\\d#$HOME')))
+    stack.up("--wait", "redis")
+    assert "PONG" in stack.health("redis")[1]
+
+
+def test_a_configuration_that_is_not_there(images: list[str], stack_of: Callable[..., Stack], tmp_path: Path) -> None:
+    file = tmp_path / "rnu.toml"
+    failed = stack_of("headrace-test-typo", HEADRACE_CONFIG=str(file)).up("--no-deps", "prepare", check=False)
     assert failed.returncode
-    assert f"{tmp_path}/" in failed.stderr
+    assert f"bind source path does not exist: {file}" in failed.stderr
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (Path.unlink, "which is missing; write the secret into a file there"),
+        (lambda file: file.chmod(0o400), "which user 10001 may not read; let that user read it"),
+    ],
+    ids=["missing", "another's"],
+)
+def test_a_secret_that_is_not_to_be_read(
+    mended: Stack, secrets: Callable[..., Path], spoil: Callable[[Path], None], sentence: str
+) -> None:
+    folder = secrets()
+    spoil(folder / "metrics_token")
+    mended.up("--force-recreate", "--no-deps", "producer", HEADRACE_SECRETS=str(folder))
+    says(mended, "producer", f"HEADRACE_METRICS_TOKEN_FILE names /run/secrets/headrace/metrics_token, {sentence}")
 
 
 def test_a_port_that_is_taken(mended: Stack) -> None:
