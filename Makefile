@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --constraint constraints.txt
 READY := $(VENV)/.headrace-ready
 
-.PHONY: setup reasoning-gym verifiers quickstart check test test-sglang test-vllm test-compose chaos mutants bench format clean
+.PHONY: setup reasoning-gym verifiers quickstart check test test-sglang test-vllm test-compose chaos mutants bench gpu-check format clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -95,6 +95,11 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.scale --check
 	$(BIN)/python -m benchmarks.memory --check
 	$(BIN)/python -m benchmarks.weightsync --check
+	$(BIN)/python -m benchmarks.batches --check
+
+# What only a CUDA device can tell, in at most eight minutes; the figures go to gpu-check.json.
+gpu-check: $(READY)
+	$(BIN)/python -m benchmarks.gpu --check --json gpu-check.json
 
 clean:
 	rm -rf $(VENV) .servers mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

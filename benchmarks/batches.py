@@ -48,7 +48,7 @@ from headrace.version import PolicyVersion
 BARS = {"padding_waste": 0.05, "tokens_vs_dense": 0.90, "logprob_peak_vs_naive": 0.25}
 GROUPS, GROUP_SIZE = 6, 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 60, 1.0, 4, 768
-LARGEST_ID = 40_000
+SMALLEST_VOCABULARY = 2000
 DENSE_LENGTH = 256
 PEAK_TOKENS, PEAK_VOCABULARY = 4096, 49_152
 
@@ -58,10 +58,11 @@ def workload(seed: int = 0) -> list[Group]:
     random = np.random.default_rng(seed)
     made = []
     for index in range(GROUPS):
-        prompt = random.integers(100, LARGEST_ID, int(random.integers(40, 51)))
+        prompt = random.integers(100, SMALLEST_VOCABULARY, int(random.integers(40, 51)))
         lengths = np.clip(random.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE), SHORTEST, LONGEST).astype(int)
         members = tuple(
-            _rollout(prompt, random.integers(100, LARGEST_ID, length), member) for member, length in enumerate(lengths)
+            _rollout(prompt, random.integers(100, SMALLEST_VOCABULARY, length), member)
+            for member, length in enumerate(lengths)
         )
         made.append(Group(f"t{index}", 1, "train", "random", index, "benchmark", members))
     return made
@@ -83,7 +84,7 @@ class DenseStep:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         rows = max(1, round(tokens / DENSE_LENGTH))
         self.tokens = rows * DENSE_LENGTH
-        ids = torch.randint(100, LARGEST_ID, (rows, DENSE_LENGTH), device=self._device)
+        ids = torch.randint(100, SMALLEST_VOCABULARY, (rows, DENSE_LENGTH), device=self._device)
         self._ids = torch.split(ids, max(1, budget // DENSE_LENGTH))
         self._kept = targets // rows
 
@@ -106,13 +107,12 @@ def steps(load: Callable[[], Any], repeats: int, config: TrainerConfig) -> dict[
     """Figures of whole training steps of the model that `load` returns, in float32."""
     groups, model = workload(), load()
     trainer = Trainer(model, Config(trainer=config), Lane("trainer", "bench"))
+    trainer.train(groups, 0, 1)  # the first one builds kernels and optimizer state
     computed = [0]
     hook = model.get_input_embeddings().register_forward_hook(lambda _, given, __: _count(computed, given[0]))
-    trainer.train(groups, 0, 1)  # the first one builds kernels and optimizer state
+    trainer.train(groups, 0, 1)
     hook.remove()
-    rows = pack([[Sample(t, 1.0) for t in group.trajectories] for group in groups], config.token_budget)
-    packed = sum(row.token_ids_T.size for row in rows)
-    targets = sum(row.targets_N.size for row in rows)
+    packed, targets = counts(groups, config)
     dense = DenseStep(load(), packed, targets, config.token_budget, autocast=trainer.autocast)
     dense.run()
     spent: dict[str, list[float]] = {"packed": [], "dense": []}
@@ -131,12 +131,18 @@ def steps(load: Callable[[], Any], repeats: int, config: TrainerConfig) -> dict[
     }
 
 
+def counts(groups: list[Group], config: TrainerConfig) -> tuple[int, int]:
+    """Tokens that packing leaves of these groups, and how many of them enter the loss."""
+    rows = pack([[Sample(t, 1.0) for t in group.trajectories] for group in groups], config.token_budget)
+    return sum(row.token_ids_T.size for row in rows), sum(row.targets_N.size for row in rows)
+
+
 def _count(total: list[int], ids: torch.Tensor) -> None:
     total[0] += ids.numel()
 
 
-def small_model() -> Any:
-    """Little but a head of the size that matters."""
+def all_targets(device: str) -> tuple[Any, tuple[Any, ...]]:
+    """A model that is little but a head of the size that matters, and a row of which each token enters the loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -148,28 +154,36 @@ def small_model() -> Any:
         num_key_value_heads=3,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
+    model.to(device)
+    use_packed_attention(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids_T = torch.randint(0, PEAK_VOCABULARY, (PEAK_TOKENS + 1,), device=device)
+    # Rollouts of 128 tokens: what attention needs is next to nothing.
+    blocks = tuple(Block(at, 0, (128,)) for at in range(0, PEAK_TOKENS, 128))
+    places_T = torch.arange(PEAK_TOKENS, device=device)
+    return model, (ids_T[:-1], places_T % 128, blocks, places_T, ids_T[1:])
+
+
+def forward_backward(model: Any, columns: tuple[Any, ...], kind: str) -> None:
+    """Log-probs of all targets, and their gradient, "ours" or "naive"."""
+    ids_T, positions_T, blocks, sources_N, targets_N = columns
+    if kind == "ours":
+        logprobs_N = packed_logprobs(model, ids_T, positions_T, blocks, sources_N, targets_N, 1.0)
+    else:
+        out = model(input_ids=ids_T[None], position_ids=positions_T[None], packed_blocks=blocks, use_cache=False)
+        logprobs_N = torch.log_softmax(out.logits[0].float(), -1).gather(1, targets_N[:, None])[:, 0]
+    (-logprobs_N.mean()).backward()  # type: ignore[no-untyped-call]
 
 
 def peak(kind: str) -> int:
     """Bytes that forward and backward of all log-probs took at their peak; run in a process of its own."""
     torch.set_num_threads(1)
-    model = small_model()
-    use_packed_attention(model)
-    ids_T = torch.randint(0, PEAK_VOCABULARY, (PEAK_TOKENS + 1,))
-    # Rollouts of 128 tokens: what attention needs is next to nothing.
-    blocks = tuple(Block(at, 0, (128,)) for at in range(0, PEAK_TOKENS, 128))
-    columns = (ids_T[:-1], torch.arange(PEAK_TOKENS) % 128, blocks, torch.arange(PEAK_TOKENS), ids_T[1:])
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    model, columns = all_targets("cpu")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _kib("VmRSS")
-    if kind == "ours":
-        logprobs_N = packed_logprobs(model, *columns, 1.0)
-    else:
-        out = model(input_ids=columns[0][None], position_ids=columns[1][None], packed_blocks=blocks, use_cache=False)
-        logprobs_N = torch.log_softmax(out.logits[0].float(), -1).gather(1, columns[4][:, None])[:, 0]
-    (-logprobs_N.mean()).backward()  # type: ignore[no-untyped-call]
+    forward_backward(model, columns, kind)
     return (_kib("VmHWM") - before) << 10
 
 
@@ -180,7 +194,7 @@ def kept(kind: str) -> int:
     if kind == "recomputed":
         recompute_activations(model)
     use_packed_attention(model)
-    ids_T = torch.randint(0, LARGEST_ID, (1024,))
+    ids_T = torch.randint(0, SMALLEST_VOCABULARY, (1024,))
     blocks = tuple(Block(at, 0, (128,)) for at in range(0, 1024, 128))
     sources_N = torch.arange(0, 1024, 128)
     before = _kib("VmRSS")
