@@ -39,6 +39,7 @@ WAITS: Mapping[str, tuple[str, str]] = {
     "wait_behind_on_weights": ("newer weights", "its transfer"),
     "wait_environment": ("the next turn", "its environments"),
     "wait_broker": ("the broker", "Redis"),
+    "wait_device": ("the device", "others that have their turn on it"),
     "wait_servers": ("a server that answers", "its servers"),
     "wait_drain": ("the end of what it plays", "its rollouts"),
 }

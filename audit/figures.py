@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from audit.records import IDLE_PREFIX, LOST, Group, Run
+from audit.sharing import device_seconds
 
 HOUR = 3600.0
 STAGES = {"producer": "generation", "scoring": "scoring", "trainer": "training", "weights": "weight_sync"}
@@ -43,7 +44,7 @@ class Figures:
     device_hours_by_phase: Mapping[str, Mapping[str, float]]
     """Stage to phase to device-hours, over the whole run."""
     devices: Mapping[str, int]
-    """Stage to devices in the window, at most at once."""
+    """Stage to devices in the window, at most at once; one that stages share counts for each of them."""
     idle_wait: Mapping[str, float]
     """Stage to the share of its lanes' time in the window in which it waited."""
     idle_by_reason: Mapping[str, Mapping[str, float]]
@@ -143,20 +144,19 @@ def merged(parts: Iterable[Mapping[Key, Number]]) -> dict[Key, Number]:
 
 def _by_phase(run: Run) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    for lane in run.lanes:
-        if lane.is_device:
-            phases = found.setdefault(STAGES.get(lane.role, lane.role), {})
-            for phase, spent in lane.seconds().items():
-                phases[phase] = phases.get(phase, 0.0) + spent * lane.devices / HOUR
+    for lane, spent in device_seconds(run.lanes):
+        phases = found.setdefault(STAGES.get(lane.role, lane.role), {})
+        for phase, seconds in spent.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds / HOUR
     return found
 
 
 def _device_seconds(run: Run, begin: float, end: float) -> list[float]:
-    return [sum(lane.seconds(begin, end).values()) * lane.devices for lane in run.lanes if lane.is_device]
+    return [sum(spent.values()) for _, spent in device_seconds(run.lanes, begin, end)]
 
 
 def _devices(run: Run, role: str, begin: float, end: float) -> int:
-    """The most at once."""
+    """The most at once; lanes that share a device have one together."""
     edges: list[tuple[float, int]] = []
     for lane in run.lanes:
         if lane.role == role and lane.is_device and lane.pieces:
@@ -167,7 +167,7 @@ def _devices(run: Run, role: str, begin: float, end: float) -> int:
     for _, change in sorted(edges):
         now += change
         most = max(most, now)
-    return most
+    return min(most, 1) if any(lane.shared for lane in run.of(role)) else most
 
 
 def _idle(run: Run, begin: float, end: float) -> dict[str, float]:

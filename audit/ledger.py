@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from audit.records import LOST, Lane, Line, Piece, read_lines
+from audit.records import EXIT, LOST, Lane, Line, Piece, read_lines
+from audit.sharing import device_seconds
 
 UNSEEN_S = 1.0
 """What a death that nobody saw can have lost: services write once a second."""
@@ -21,8 +22,6 @@ JOIN_S = 2e-6
 TRAINER_WAITS = frozenset({"start", "wait_groups", "wait_evaluation"})
 """While the trainer is in another phase, a producer without a task waits for it, not for what other producers hold."""
 NO_TASK, BACKPRESSURE = "wait_no_task", "wait_backpressure"
-EXIT = "exit"
-"""From the last record of a process that ended in order to its end."""
 LAUNCHER = "launcher"
 
 
@@ -37,13 +36,12 @@ class Ledger:
     """The operating system's id of a lane's own thread, by service, lane and process."""
 
     def device_seconds(self, begin: float = float("-inf"), end: float = float("inf")) -> dict[str, dict[str, float]]:
-        """Role to phase to device-seconds: seconds times devices. Host lanes hold none."""
+        """Role to phase to device-seconds: seconds times devices, or shares of one device. Host lanes hold none."""
         found: dict[str, dict[str, float]] = {}
-        for lane in self.lanes:
-            if lane.is_device:
-                phases = found.setdefault(lane.role, {})
-                for phase, spent in lane.seconds(begin, end).items():
-                    phases[phase] = phases.get(phase, 0.0) + spent * lane.devices
+        for lane, spent in device_seconds(self.lanes, begin, end):
+            phases = found.setdefault(lane.role, {})
+            for phase, seconds in spent.items():
+                phases[phase] = phases.get(phase, 0.0) + seconds
         return found
 
     def seconds(self, service: str, lane: str) -> dict[str, float]:
@@ -211,6 +209,7 @@ def _lane(account: _Account, trainer_works: list[tuple[float, float]]) -> Lane:
         pieces=tuple(pieces),
         devices=int(newest.get("devices", 0)),
         device=str(newest.get("device", "")),
+        shared=bool(newest.get("shared")),
     )
 
 

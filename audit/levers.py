@@ -30,6 +30,7 @@ LEVER_OF: Mapping[str, LeverName] = {
     "too_few_producers": "producers",
     "too_many_producers": "producers",
     "trainer": "kernels",
+    "device": "kernels",
 }
 """Bottleneck to the lever that is its remedy."""
 TAKES_TURNS = frozenset({"staleness_bound", "weight_sync", "trainer", "too_many_producers"})
@@ -166,7 +167,7 @@ def _devices(
             rates.period_s * sum(rates.devices) / max(together, rates.scoring_s),
             f"one device that takes turns would need {together:.2f} s for a step and never wait; "
             f"{sum(rates.devices)} need {rates.period_s:.2f} s",
-            "generate and train on the same device, in turns",
+            'run.placement = "colocated"',
         )
     part = "training" if spent.get("training", 0.0) > spent.get("generation", 0.0) else "generation"
     yield Lever(

@@ -11,6 +11,7 @@ from audit import svg
 from audit.analysis import Audit
 from audit.figures import HOUR, STAGES, merged, stage_seconds
 from audit.records import IDLE_PREFIX, Lane, Run
+from audit.sharing import device_seconds
 from audit.text import INTENSITY, duration, hours, intensity_rows, processor_time, rows
 
 BINS = 60
@@ -189,11 +190,10 @@ def _latency(audit: Audit) -> str:
 
 
 def _reward(audit: Audit) -> str:
-    lanes = [lane for lane in audit.run.lanes if lane.is_device]
     steps = thinned([step for step in audit.run.steps if step.reward is not None])
     values, spent, since = [], 0.0, float("-inf")
     for step in steps:
-        spent += sum(sum(lane.seconds(since, step.end).values()) * lane.devices for lane in lanes) / HOUR
+        spent += sum(sum(each.values()) for _, each in device_seconds(audit.run.lanes, since, step.end)) / HOUR
         values.append((spent, float(step.reward or 0.0)))
         since = step.end
     if len(values) < 2:

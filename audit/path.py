@@ -52,6 +52,8 @@ def kind_of(phase: str) -> Kind:
         return "training"
     if phase in WEIGHT_SYNC:
         return "weight_sync"
+    if phase == "wait_device":  # which an engine has
+        return "generation"
     return "checkpoint" if phase in CHECKPOINT else "other"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,13 +37,15 @@ class Rates:
     producers: float
     """Of the usual rate: those that were there in the window, each counted by how long, and by its rate."""
     devices: tuple[int, int]
-    """Producers' and trainer's."""
+    """Producers' and trainer's; one that they share is the trainer's."""
     tokens_per_s: Mapping[str, float]
     """Producer to its rate with all slots full."""
     occupancy: float
     """Share of decode slots that were full while engines worked."""
     samples: float
     """Of a step."""
+    in_turns: bool = False
+    """Producers and trainer take turns on one device."""
 
     @property
     def trainer_s(self) -> float:
@@ -52,6 +54,8 @@ class Rates:
     def bound_s(self, producers: float | None = None) -> float:
         """The least a step can take with so many producers, however well everything overlaps."""
         count = self.producers if producers is None else producers
+        if self.in_turns:
+            return max(self.trainer_s + self.generation_s, self.scoring_s)
         return max(self.trainer_s, self.scoring_s, self.generation_s / count if count else 0.0)
 
 
@@ -76,10 +80,11 @@ def rates(run: Run) -> Rates:
         scoring_s=max((sum(one.values()) * (1 - idle_wait(one)) for one in scoring), default=0.0) / steps,
         generation_s=tokens / usual if usual else 0.0,
         producers=sum(share * each.get(name, usual) / usual for name, share in present.items()) if usual else 0.0,
-        devices=(_devices(engines), _devices(run.of("trainer"))),
+        devices=(_devices(engine for engine in engines if not engine.shared), _devices(run.of("trainer"))),
         tokens_per_s=each,
         occupancy=_occupancy(run.beats, begin, end),
         samples=sum(step.rollouts for step in run.steps) / steps,
+        in_turns=run.in_turns,
     )
 
 
@@ -123,7 +128,7 @@ def _busy(lane: Lane, begin: float, end: float) -> float:
     return sum(spent for phase, spent in lane.seconds(begin, end).items() if not phase.startswith(idle))
 
 
-def _devices(lanes: Sequence[Lane]) -> int:
+def _devices(lanes: Iterable[Lane]) -> int:
     """Of services that were there in the window, a replaced process not counted twice."""
     return sum({lane.service: max(1, lane.devices) for lane in lanes}.values())
 

@@ -16,6 +16,8 @@ from headrace.errors import ServiceError
 
 IDLE_PREFIX = "wait_"
 LOST = "lost"
+EXIT = "exit"
+"""From the last record of a process that ended in order to its end."""
 
 
 class Piece(NamedTuple):
@@ -50,16 +52,23 @@ class Lane:
     devices: int = 1
     """How many devices it stands for; those of a host lane are not counted."""
     device: str = ""
+    shared: bool = False
+    """Whether its device is the one of all shared lanes of its host."""
 
     def seconds(self, begin: float = float("-inf"), end: float = float("inf")) -> dict[str, float]:
         """Seconds per phase between two moments."""
         spent: dict[str, float] = {}
+        for piece in self.between(begin, end):
+            spent[piece.phase] = spent.get(piece.phase, 0.0) + piece.seconds
+        return spent
+
+    def between(self, begin: float, end: float) -> Iterator[Piece]:
+        """Its pieces, or what of them lies between two moments."""
         for place in range(bisect_right(self.pieces, begin, key=lambda piece: piece.end), len(self.pieces)):
             piece = self.pieces[place]
             if piece.begin >= end:
                 break
-            spent[piece.phase] = spent.get(piece.phase, 0.0) + min(piece.end, end) - max(piece.begin, begin)
-        return spent
+            yield Piece(max(piece.begin, begin), min(piece.end, end), piece.phase)
 
     @property
     def is_device(self) -> bool:
@@ -201,6 +210,11 @@ class Run:
         first = float("-inf") if begin is None else origin + begin
         last = float("inf") if end is None else origin + end
         return replace(self, steps=tuple(step for step in self.steps if step.formed >= first and step.end <= last))
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether trainer and engines take turns on one device."""
+        return (self.config.get("run") or {}).get("placement") == "colocated"
 
     @property
     def max_lag(self) -> int:

@@ -23,6 +23,7 @@ Name = Literal[
     "too_few_producers",
     "too_many_producers",
     "trainer",
+    "device",
     "unknown",
 ]
 SATURATED = 0.85
@@ -52,6 +53,9 @@ def bottleneck_of(
     evidence = (_composition(spent, total), *_idle_sentences(figures))
     training = rates.trainer_s / rates.period_s
     generation = rates.generation_s / rates.producers / rates.period_s if rates.producers else 0.0
+    if rates.in_turns and training + generation >= SATURATED:
+        told = f"of each step of {rates.period_s:.2f} s it trained {training:.0%} and generated {generation:.0%}"
+        return Bottleneck("device", "the one device that the stages take turns on is used up", (*evidence, told))
     if training >= SATURATED:
         # However much stands on the path beside it: nothing else could make it much faster.
         if rates.checkpoint_s > rates.training_s:

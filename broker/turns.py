@@ -15,10 +15,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from broker.api import ServicePort
+from headrace.config import Config
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
+
+
+def shared_device(config: Config, host: str) -> str:
+    """What all call it that share one: every service of a host that computes on the configured device."""
+    return f"{host}/{config.model.device}"
 
 
 class Device:

@@ -28,6 +28,7 @@ from consumers.rollback import Asked, Rollbacks
 from consumers.saving import Saver
 from consumers.trainer import StepResult
 from consumers.troubles import Troubles
+from consumers.turns import Turns
 from consumers.versions import Versions
 from consumers.waiting import wait_for
 from consumers.watch import Watch
@@ -64,6 +65,7 @@ class Course:
     outputs: Outputs
     contents: Contents
     rollbacks: Rollbacks
+    turns: Turns
     leaving: Callable[[], bool]
     """Whether the trainer is to leave."""
 
@@ -106,7 +108,8 @@ class Course:
             self.claim.books.took(batch)
             result = None
             if batch.restored is None:
-                result = await self._train(batch, now())
+                async with self.turns.turn():
+                    result = await self._train(batch, now())
             elif isinstance(content := found[batch.restored], Content):
                 await self._restore(content)
             self.progress.replayed(batch, result, await self.claim.port.peers())
@@ -162,9 +165,7 @@ class Course:
                 continue
             if self.saver.due:
                 await self.saver.attempt()
-            batch = None if self.saver.full else await self.intake.form()
-            if batch is not None:
-                await self._step(batch)
+            if not self.saver.full and await self._stepped():
                 continue
             groups = self.saver.again_s is None
             with self.parts.lane.during("wait_groups" if groups else "wait_checkpoint"):
@@ -172,6 +173,18 @@ class Course:
 
     def _may_go_on(self) -> bool:
         return bool(self.rollbacks) or self.saver.due or (self.intake.missing == 0 and not self.saver.full)
+
+    async def _stepped(self) -> bool:
+        """Make a step; False where groups are missing, or the service is told to leave while it waits for its turn."""
+        await self.intake.drop_stale()
+        if self.intake.missing:
+            return False
+        async with self.turns.turn(self.leaving) as has:
+            batch = await self.intake.form() if has else None
+            if batch is None:
+                return False
+            await self._step(batch)
+            return True
 
     async def _step(self, batch: Batch) -> None:
         port, formed = self.claim.port, now()
@@ -223,7 +236,8 @@ class Course:
                 batch = Batch(PolicyVersion(books.incarnation, books.formed + 1), (), (), restored=asked.version)
                 books.took(batch)
             await self.claim.port.append_step(self.claim.fence, batch.record)
-            await self._restore(content)
+            async with self.turns.turn():
+                await self._restore(content)
         await self._save()
         if books.unsettled:
             return

@@ -119,14 +119,18 @@ class Intake:
     async def form(self) -> Batch | None:
         """The next batch, when its groups are here; what has become stale is settled first."""
         books = self._books
-        # Until none is left: others may arrive while these are settled.
-        while stale := self._batcher.drop_stale(books.formed, books.history):
-            await self._reject([(delivery, "stale", reason) for delivery, reason in stale])
+        await self.drop_stale()
         batch = self._batcher.form(books.formed, books.history, books.incarnation)
         if batch is not None:
             self._replaced = 0
             books.took(batch)
         return batch
+
+    async def drop_stale(self) -> None:
+        """Settle what has become stale, until none is left: others may arrive meanwhile."""
+        books = self._books
+        while stale := self._batcher.drop_stale(books.formed, books.history):
+            await self._reject([(delivery, "stale", reason) for delivery, reason in stale])
 
     async def forgo(self) -> None:
         """After the last step: settle what waits for a batch, and tasks that still have no group."""

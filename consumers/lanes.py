@@ -12,6 +12,7 @@ from headrace.telemetry.phases import Lane, Place
 def trainer_lane(config: Config) -> Lane:
     """From the beginning of the process on."""
     lane = Lane("trainer", "start", place=Place("device", config.model.device, 1))
+    lane.place.shared = config.run.placement != "disaggregated"
     lane.backdate(process_began())
     return lane
 

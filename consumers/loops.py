@@ -10,6 +10,7 @@ Wait graph. Every wait is bounded by `broker.stream_block_ms`, after which it lo
              intake for each verdict)
     beat     waits for: a quarter of a lease
     obey     waits for: stream `orders` (the broker wakes it)
+    in_line  waits for: the line for a device that it shares (the broker wakes it), a quarter of a lease
     hasten   waits for: the service's stop, and tells the broker's port then that it has no more patience
 
 train ends when the last step is made, or the service stops, and ends the others; a loop that fails ends all. Each
@@ -42,6 +43,7 @@ from consumers.progress import Progress
 from consumers.rollback import Rollbacks
 from consumers.saving import Saver
 from consumers.troubles import Troubles
+from consumers.turns import Turns, device_in_turns
 from consumers.versions import Versions
 from consumers.waiting import wait_for
 from consumers.watch import Watch
@@ -78,6 +80,7 @@ class TrainerLoops:
         replaced = parts.config.trainer.dynamic_sampling * parts.window.groups_per_step
         self._intake = intake = Intake(claim, admitter, progress, parts.seen, parts.window.slots, replaced)
         self._rollbacks = rollbacks = Rollbacks(intake.arrived.set)
+        self._device = device = device_in_turns(port, parts.config)
         self._course = Course(
             claim=claim,
             parts=parts,
@@ -94,6 +97,7 @@ class TrainerLoops:
             outputs=Outputs(parts.folder, parts.fence.incarnation, claim.confirm),
             contents=Contents(port, parts, worker),
             rollbacks=rollbacks,
+            turns=Turns(device, parts.lane, parts.trainer.free),
             leaving=lambda: self._leaving,
         )
         self._over = asyncio.Event()
@@ -104,7 +108,7 @@ class TrainerLoops:
         """All loops, until the run is at its end or the service stops; raises what ended it otherwise."""
         try:
             async with asyncio.TaskGroup() as group:
-                for loop in (self.train, self.admit, self.beat, self.obey):
+                for loop in (self.train, self.admit, self.beat, self.obey, self.in_line):
                     group.create_task(self._ending_all(loop), name=loop.__name__)
                 group.create_task(self.hasten(), name="hasten")
         finally:
@@ -175,6 +179,13 @@ class TrainerLoops:
                     self._service.stop(order.reason or "a stop order")
                 elif order.kind == "rollback":
                     self._rollbacks.order(order)
+
+    async def in_line(self) -> None:
+        """Keeps the place in the line for the device, where it is one that engines use, too."""
+        if self._device is None:
+            await self._over.wait()
+        else:
+            await self._device.follow(self._over)
 
     async def hasten(self) -> None:
         """A trainer that is to leave does not wait long for a broker that is away."""

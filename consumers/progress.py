@@ -25,7 +25,7 @@ from headrace.telemetry.recorder import Recorder
 
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-LANE_FIELDS = ("lane", "kind", "device", "devices", "estimated", "begin", "sums")
+LANE_FIELDS = ("lane", "kind", "device", "devices", "shared", "estimated", "begin", "sums")
 """Of a lane in a heartbeat."""
 
 Phases = dict[str, float]

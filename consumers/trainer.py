@@ -126,6 +126,11 @@ class Trainer:
         """What the device reaches in the type that products are computed in; measured now, or before."""
         return measured(str(self._device), "bfloat16" if self.autocast else "float32")
 
+    def free(self) -> None:
+        """Give back what the allocator of a GPU keeps between two steps."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take these weights, by the names of `parameters`, and forget the optimizer's moments: they are of others."""
         with torch.no_grad():

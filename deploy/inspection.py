@@ -104,6 +104,11 @@ def facts_of(config: Config) -> Facts:
     reference_folder(config, folder, digests)
     sizes = dataset_sizes(config)
     check_names(config, sizes)
+    if config.run.placement != "disaggregated":
+        from consumers.parts import device_of
+        from headrace.policy.footprint import check_memory
+
+        check_memory(config, folder, device_of(config.model.device))
     return Facts(str(folder), digests, vocab_size(folder, config.model.path), sizes)
 
 

@@ -45,6 +45,9 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=1 << 63)
     steps: int = Field(100, ge=1, le=LARGEST_COUNT)
     """Optimizer steps of the whole run; a resumed run may have more."""
+    placement: Literal["disaggregated", "colocated", "hybrid"] = "disaggregated"
+    """"disaggregated": trainer and engines have devices of their own; "colocated": those of a host take turns on one;
+    "hybrid": they use one at the same time (docs/placement.md)."""
 
 
 class ModelConfig(Section):
@@ -291,7 +294,15 @@ class Config(Section):
                 f"model.context_length = {self.model.context_length}"
             )
         check_trainer(self.trainer, self.sampling.max_new_tokens)
+        if self.run.placement != "disaggregated" and self.producer.engine in SERVER_ENGINES:
+            raise ValueError(
+                f"run.placement: {self.run.placement!r} is for engines within the producer, and the servers of "
+                f'producer.engine = {self.producer.engine!r} keep a device of their own; use "disaggregated"'
+            )
         return self
+
+
+SERVER_ENGINES = ("sglang", "openai")
 
 
 def _check_environments(environments: tuple[EnvironmentConfig, ...], evaluated: str) -> None:

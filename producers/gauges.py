@@ -67,6 +67,8 @@ class Gauges:
         self._read_stats = engine.stats()
         self._read_lane = self._busiest().seconds()
         self.taken = self.published = self.failed_rollouts = 0
+        self.without_device = False
+        """The engine is asked for tokens, and others have its device."""
         self._transport = ""
         self._away_since: float | None = None
         self._away_from = 0.0
@@ -75,6 +77,8 @@ class Gauges:
 
     def does(self, phase: str) -> None:
         """What the producer as a whole does now, and so what its engine waits for when it has nothing to do."""
+        if phase == "play" and self.without_device:
+            phase = "wait_device"
         if phase != self.host.phase:
             self.host.enter(phase)
         if self._engine_lane is not None:

@@ -77,6 +77,11 @@ class Jobs:
     def phase(self) -> str:
         return phase(self.held.values(), self.version, bool(self.outage))
 
+    def on_wait_for_device(self, waits: bool) -> None:
+        """The engine waits for its device, or has it: called by the turns that it takes."""
+        self.gauges.without_device = waits
+        self._tell_phase()
+
     def tell_backlog(self) -> None:
         """How far the scores of each environment are behind, as metrics."""
         loads = self._loads

@@ -13,6 +13,8 @@ Wait graph, one line per loop: what it consumes, what it waits for, who wakes it
                                                 deadline); the broker's answer to its publish
     renew      the ids that jobs hold           a quarter of the lease
     heartbeat  the engine's counters            a quarter of the lease
+    share      the device, where others use it  tokens that are asked for (a job), its turn, others that want it
+    in_line    the line for that device         a move of the line, a quarter of the lease
     orders     stream `orders`                  an order; the operator or the trainer, else its own block time
     close      the end of `take`                `take`, which ends after `stopping` once no job is left or time is over;
                                                 then the other loops, before the broker's connection is closed
@@ -43,6 +45,7 @@ from headrace.telemetry import clock
 from headrace.version import PolicyVersion
 from producers.gauges import Gauges
 from producers.jobs import Jobs
+from producers.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class Producer:
     on_close: Callable[[], Awaitable[None]]
     """Ends engine, reward processes and whatever else was started."""
     metrics_url: str = ""
+    turns: Turns | None = None
+    """On a device that it shares."""
     on_leave: Callable[[], None] = lambda: None
     """Called when it begins to leave."""
     _drain_s: float = 0.0
@@ -88,6 +93,8 @@ class Producer:
 
     def __post_init__(self) -> None:
         self._drain_s = self.config.producer.drain_s
+        if self.turns is not None:
+            self.turns.on_wait = self.jobs.on_wait_for_device
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -101,7 +108,8 @@ class Producer:
     def add_loops(self) -> None:
         """Register all loops with the service, which must drain longer than this producer does."""
         self.service.drain_s = self.config.producer.drain_s + 2 * self.last_calls_s + 3 * GOODBYE_S
-        for loop in (self.receive_weights, self.take, self.renew, self.heartbeat, self.orders):
+        loops = [self.receive_weights, self.take, self.renew, self.heartbeat, self.orders]
+        for loop in loops + ([self.share, self.in_line] if self.turns else []):
             self._running.add(loop.__name__)
             self.service.add(loop.__name__, partial(self._until_end, loop))
         self.service.add("close", self.close)
@@ -164,6 +172,18 @@ class Producer:
                 for order in await self.port.orders(after, block_ms):
                     after = order.order_id
                     self._obey(order)
+
+    async def share(self) -> None:
+        """Takes turns on the device that others use, too, until no job is left."""
+        with self._unless_leaving():
+            if self.turns is not None:
+                await self.turns.run(self._finished)
+
+    async def in_line(self) -> None:
+        """Keeps the place in the line for that device."""
+        with self._unless_leaving():
+            if self.turns is not None:
+                await self.turns.device.follow(self._finished)
 
     async def close(self) -> None:
         """Waits for the end, whatever brings it, and leaves nothing behind."""

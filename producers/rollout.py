@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,8 @@ class Player:
     """Into environments."""
     limits: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     """By what tasks call an environment; one that is not there has no limits of its own."""
+    asking: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Is told of each call that asks the engine for tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ class _Game:
         )
         self._transcript.request_id = request.request_id
         try:
-            completion = await engine.generate(request)
+            with self._player.asking():
+                completion = await engine.generate(request)
         except asyncio.CancelledError:
             engine.abort(request.request_id)
             raise

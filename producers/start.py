@@ -13,8 +13,9 @@ from typing import Any
 from broker.api import Hello, Peer, ProducerPort, RunRecord
 from broker.connect import Run, open_run
 from broker.messages import SCHEMA
+from broker.turns import Device, shared_device
 from headrace.config import Config
-from headrace.errors import Refused
+from headrace.errors import ConfigError, Refused
 from headrace.hosts import host_name
 from headrace.invocation import Invocation
 from headrace.service import Service
@@ -26,7 +27,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
 from headrace.telemetry.recorder import Recorder
 from producers.chat import ByteChat, Chat, TemplateChat
-from producers.engines.api import Engine, JoinsRun
+from producers.engines.api import Engine, JoinsRun, SharesDevice
 from producers.engines.registry import build_engine
 from producers.environments.api import Environment
 from producers.environments.calls import Calls
@@ -38,6 +39,8 @@ from producers.jobs import Jobs
 from producers.loops import Producer
 from producers.rewards.scorer import Scorer
 from producers.rollout import Player
+from producers.turns import Turns
+from weightsync.arena import Arena
 from weightsync.choosing import transport_of
 from weightsync.receiver import Receiver
 
@@ -81,12 +84,7 @@ async def _assemble(
 
     journal = journal_of(record.folder, told.name)
     recorder = _recorder(journal, stack)
-    metrics_url = await _serve(
-        Endpoint(metrics, health, told.metrics_token),
-        told.metrics_host or config.telemetry.host,
-        told.metrics_port,
-        stack,
-    )
+    metrics_url = await _serve(Endpoint(metrics, health, told.metrics_token), told, config, stack)
     await _join(port, Hello(told.name, SCHEMA, digests, host, os.getpid(), metrics_url))
 
     scorer = start_scorer(config, stack)
@@ -95,7 +93,8 @@ async def _assemble(
     engine = await start_engine(config, folder, stack, run=(told.run_id, record.folder), recorder=recorder)
     gauges = Gauges(engine, metrics, journal, recorder, scorer.lanes)
 
-    stage = stage_of(told.name, config, environments, player_of(config, engine, chat), scorer)
+    turns = turns_of(told.name, config, port, host, engine)
+    stage = stage_of(told.name, config, environments, player_of(config, engine, chat, turns), scorer)
     stage = replace(stage, heard=lambda task, _, __, score: gauges.scored(task.environment, score))
     jobs = Jobs(told.name, port, stage, config, gauges, service.stopping)
     receiver = await _receiver(told, config, port, host, engine, jobs, gauges, stack)
@@ -110,6 +109,7 @@ async def _assemble(
         gauges=gauges,
         on_close=stack.aclose,
         metrics_url=metrics_url,
+        turns=turns,
     )
     return producer
 
@@ -136,9 +136,22 @@ async def _receiver(
         block_ms=config.broker.stream_block_ms,
         share=config.weights.staging_share,
         transport=transport,
+        in_place=Arena() if config.run.placement != "disaggregated" else None,
         on_commit=jobs.on_commit,
         on_head=jobs.on_head,
     )
+
+
+def turns_of(name: str, config: Config, port: ProducerPort, host: str, engine: Engine) -> Turns | None:
+    """On the device that it shares; None where it has one of its own. Raises ConfigError for an engine that cannot."""
+    if config.run.placement != "colocated":
+        return None
+    if not isinstance(engine, SharesDevice):
+        raise ConfigError(
+            f"run.placement: 'colocated' needs an engine with release() and resume(), which producer.engine = "
+            f'{config.producer.engine!r} does not have; use "disaggregated" or "hybrid"'
+        )
+    return Turns(Device(port, shared_device(config, host), name, config.producer.lease_s), engine)
 
 
 def model_folder(config: Config) -> Path | None:
@@ -178,6 +191,7 @@ async def start_engine(
     engine = build_engine(config.producer.engine, config, folder or Path(), config.run.seed)
     lane = getattr(engine, "lane", None)
     if run is not None and isinstance(lane, Lane):
+        lane.place.shared = config.run.placement != "disaggregated"
         lane.backdate(process_began())
     if recorder is not None and isinstance(lane, Lane):
         recorder.add(lane)
@@ -191,15 +205,18 @@ async def start_engine(
     return engine
 
 
-async def _serve(endpoint: Endpoint, host: str, port: int, stack: AsyncExitStack) -> str:
+async def _serve(endpoint: Endpoint, told: Invocation, config: Config, stack: AsyncExitStack) -> str:
     """Serve until the stack is closed; the URL of /metrics. Raises ServiceError when the port is taken."""
-    url = await endpoint.start(host, port)
+    url = await endpoint.start(told.metrics_host or config.telemetry.host, told.metrics_port)
     stack.push_async_callback(endpoint.close)
     return url
 
 
-def player_of(config: Config, engine: Engine, chat: Chat) -> Player:
-    return Player(engine, chat, config.sampling, Calls(config.producer.reward_deadline_s), environments_of(config))
+def player_of(config: Config, engine: Engine, chat: Chat, turns: Turns | None = None) -> Player:
+    """`turns` are told of what is asked of the engine."""
+    calls = Calls(config.producer.reward_deadline_s)
+    player = Player(engine, chat, config.sampling, calls, environments_of(config))
+    return player if turns is None else replace(player, asking=turns.asking)
 
 
 def stage_of(name: str, config: Config, environments: dict[str, Environment], player: Player, scorer: Scorer) -> Stage:

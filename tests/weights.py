@@ -49,12 +49,31 @@ class Engine:
         return self.back
 
     async def commit(self, version: PolicyVersion) -> float:
-        self.front, self.back = self.back, self.front
+        self._swap()
         self.version = version
         self.history.append(version)
         if self.front.tobytes() != flat(tensors(version.step, self.layout), self.layout):
             self.torn.append(version)
         return 0.0
+
+    def _swap(self) -> None:
+        self.front, self.back = self.back, self.front
+
+
+class MappingEngine(Engine):
+    """Reads versions of its host in place."""
+
+    mapped: Bytes | None = None
+
+    def map(self, layout: Layout, data: Bytes) -> None:
+        assert layout == self.layout
+        self.mapped = data
+
+    def _swap(self) -> None:
+        if self.mapped is None:
+            super()._swap()
+        else:
+            self.front, self.mapped = self.mapped, None
 
 
 def tensors(step: int, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
@@ -213,6 +232,7 @@ async def receiving(
         block_ms=50,
         round_chunks=round_chunks,
         transport=ShmAndNews(host.arena, news) if news else ShmTransport(HOST, host.arena),
+        in_place=host.arena if isinstance(engine, MappingEngine) else None,
     )
     stopping = asyncio.Event()
     task = asyncio.create_task(receiver.run(stopping))

@@ -33,6 +33,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.errors import WeightError
 from headrace.version import PolicyVersion
 from weightsync.manifest import DIGEST_BYTES, Layout
@@ -159,6 +162,11 @@ class Segment:
             if got != wanted:
                 raise WeightError(f"weight segment {self.name} gave {got} bytes of {wanted}")
             start += got
+
+    def map(self) -> npt.NDArray[np.uint8]:
+        """Its bytes [nbytes] in place, for as long as the array lives; what is written there nobody else sees."""
+        mapping = mmap.mmap(self._file, self.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return np.frombuffer(mapping, np.uint8)
 
     @property
     def freed(self) -> bool:

@@ -24,9 +24,11 @@ from broker.api import Versions, WeightsPort
 from headrace.errors import WireError
 from headrace.telemetry.clock import epoch, now
 from headrace.version import PolicyVersion
+from weightsync.arena import Arena
 from weightsync.digests import Pace
 from weightsync.leasing import leased
 from weightsync.manifest import Layout, Manifest, decode
+from weightsync.mapping import MapsVersions, mappable, mapped
 from weightsync.placement import Bytes, Placement, tensors_in
 from weightsync.staging import ROUND_CHUNKS, backoff_s, given_up, gives_way, next_version
 from weightsync.transports.api import Transport, Unavailable
@@ -52,6 +54,7 @@ class Commit:
 
     version: PolicyVersion
     nbytes: int
+    """That were brought; 0 of one that is read in place."""
     fetch_s: float
     """From the first chunk to the last, digests and rests included."""
     verify_s: float
@@ -114,10 +117,12 @@ class Receiver:
         share: float = 0.5,
         round_chunks: int = ROUND_CHUNKS,
         transport: Transport | None = None,
+        in_place: Arena | None = None,
         on_commit: Callable[[Commit], None] | None = None,
         on_head: Callable[[PolicyVersion], None] | None = None,
     ) -> None:
         """`holder` names this producer in leases; `share` of the wall time is copied or hashed while staging;
+        `in_place`: where an engine that can reads versions of this host, instead of a copy;
         after each `round_chunks` it looks for a newer head. `on_head` is told of each newer head, before it is staged.
 
         Raises WeightError when there is no folder for segments.
@@ -131,6 +136,8 @@ class Receiver:
         self._pace = Pace(share)
         self._round_chunks = round_chunks
         self._transport = transport or ShmTransport(host)
+        self._host = host
+        self._in_place = in_place
         self._on_commit = on_commit
         self._on_head = on_head
         self._versions = Versions()
@@ -196,6 +203,8 @@ class Receiver:
         manifest = await self._manifest(version)
         if isinstance(manifest, _Outcome):
             return manifest
+        if self._in_place is not None and isinstance(self._engine, MapsVersions) and mappable(manifest, self._host):
+            return await self._map(self._in_place, self._engine, manifest, stopping)
         start = time.perf_counter()
         out = self._engine.back_buffer(manifest.layout)
         staged: list[list[bytes]] = []
@@ -211,11 +220,30 @@ class Receiver:
         for part, digests in enumerate(staged):
             if failed := await self._mend(sealed, part, digests, out, stopping):
                 return failed
+        return await self._commit(sealed, manifest.layout.nbytes, start, fetched)
+
+    async def _map(self, arena: Arena, engine: MapsVersions, manifest: Manifest, stopping: asyncio.Event) -> _Outcome:
+        """Take a version of this host in where it lies, once it is sealed."""
+        sealed = await self._sealed(manifest, stopping)
+        if isinstance(sealed, _Outcome):
+            return sealed
+        start = time.perf_counter()
+        data = await asyncio.to_thread(mapped, arena, sealed, self._pace)
+        if isinstance(data, Unavailable):
+            log.info("weight version %s vanished: %s", manifest.version, data.reason)
+            return _Outcome.VANISHED
+        if data is None:
+            return _Outcome.DAMAGED
+        engine.map(manifest.layout, data)
+        return await self._commit(sealed, 0, start, start)
+
+    async def _commit(self, sealed: Manifest, nbytes: int, start: float, fetched: float) -> _Outcome:
+        """What is staged and verified becomes the engine's version; `nbytes` were brought for it."""
         verified = time.perf_counter()
-        commit_s = await self._engine.commit(version)
+        commit_s = await self._engine.commit(sealed.version)
         seconds = fetched - start, verified - fetched, commit_s, time.time() - sealed.sealed_s
         times = sealed.sealed_s, epoch(start), epoch(verified), now()
-        self._book(Commit(version, manifest.layout.nbytes, *seconds, *times))
+        self._book(Commit(sealed.version, nbytes, *seconds, *times))
         return _Outcome.COMMITTED
 
     async def _manifest(self, version: PolicyVersion) -> Manifest | _Outcome:

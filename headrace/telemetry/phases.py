@@ -58,6 +58,8 @@ class Place:
     devices: int = 0
     uuid: str = ""
     """Of an NVIDIA device."""
+    shared: bool = False
+    """Its device is the one of all shared lanes of its host."""
     estimated: bool = False
     """The split into phases is estimated."""
 

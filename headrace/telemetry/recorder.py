@@ -164,6 +164,8 @@ def span_fields(lane: Lane, cut: Cut) -> dict[str, Any]:
     fields: dict[str, Any] = {"lane": lane.name, "kind": place.kind, "device": place.device, "devices": place.devices}
     if lane.thread:
         fields["thread"] = lane.thread
+    if place.shared:
+        fields["shared"] = True
     if place.estimated:
         fields["estimated"] = True
     fields["begin"] = round(EPOCH_S + cut.begin / 1e6, 6)
@@ -180,6 +182,7 @@ def so_far(lanes: Iterable[Lane]) -> list[dict[str, Any]]:
             "kind": lane.place.kind,
             "device": lane.place.device,
             "devices": lane.place.devices,
+            **({"shared": True} if lane.place.shared else {}),
             **({"estimated": True} if lane.place.estimated else {}),
             "begin": lane.began,
             "sums": {phase: round(spent, 6) for phase, spent in lane.seconds().items()},

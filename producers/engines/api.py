@@ -101,6 +101,22 @@ class JoinsRun(Protocol):
         ...
 
 
+@runtime_checkable
+class SharesDevice(Protocol):
+    """What an engine may offer besides: its device is another's between its turns. It has a turn from `start` on."""
+
+    async def release(self) -> None:
+        """Begin nothing more, end what decodes, free the cache's memory. Requests wait; versions are committed.
+
+        Raises EngineError when the engine is closed or broken.
+        """
+        ...
+
+    def resume(self) -> None:
+        """It has a turn."""
+        ...
+
+
 class Engine(Protocol):
     """One generation engine of one producer process. All methods are called on the event loop's thread."""
 

@@ -44,7 +44,13 @@ class Swapped:
     """For which decoding stood still."""
 
 
-Report = Callable[[list[Finished | Swapped]], None]
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The cache's memory was given back."""
+
+
+Event = Finished | Swapped | Released
+Report = Callable[[list[Event]], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +70,18 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Whether the device is this engine's from now on. Where it is not, what decodes is ended first."""
+
+    has: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     pass
 
 
-Command = Submit | Abort | Swap | Close
+Command = Submit | Abort | Swap | Turn | Close
 
 
 @dataclass(slots=True)
@@ -142,8 +155,10 @@ class DecodeLoop:
         self._slots: list[Sequence | None] = [None] * slots
         self._settings = _Settings.of(slots)
         self._version: PolicyVersion | None = None
-        self._events: list[Finished | Swapped] = []
+        self._events: list[Event] = []
         self._closing = False
+        self._turn, self._ending = True, False
+        """Whether the device is its own; whether the end of that has yet to be told."""
         self.pure = StepTotals()
         """Steps in which every row decodes."""
         self.mixed = StepTotals()
@@ -181,10 +196,20 @@ class DecodeLoop:
         """Take what was sent, make one step, and report; waits for a command while there is nothing to do."""
         for command in self._receive():
             self._apply(command)
+        self._heed_turn()
         self._fill_slots()
         if self._version is not None:
             self._step(self._plan(self._version))
         self._flush()
+
+    def _heed_turn(self) -> None:
+        """Give the memory of the cache back once it may not be used and nothing is in it; have it again."""
+        if self._ending and not self._occupied():
+            self._ending = False
+            self._runner.free()
+            self._events.append(Released())
+        elif self._turn:
+            self._runner.reserve()
 
     def _plan(self, version: PolicyVersion) -> StepPlan:
         """Prompts are served in order of arrival and shortest first in turn: a short one waits for no long one, and a
@@ -197,7 +222,7 @@ class DecodeLoop:
 
     def _receive(self) -> list[Command]:
         with self._arrived:
-            if not (self._commands or self._waiting or self._occupied()):
+            if not (self._commands or self._ending or (self._waiting and self._turn) or self._occupied()):
                 self._lane.wait()
                 while not self._commands:
                     self._arrived.wait()
@@ -223,6 +248,8 @@ class DecodeLoop:
                         sequence.outdate()
                 self._version = version
                 self._events.append(Swapped(version, time.perf_counter() - start))
+            case Turn(has):
+                self._turn, self._ending = has, not has
             case Close():
                 self._closing = True
                 for sequence in [*self._waiting, *filter(None, self._slots)]:
@@ -240,7 +267,7 @@ class DecodeLoop:
 
     def _fill_slots(self) -> None:
         for slot, sequence in enumerate(self._slots):
-            if not self._waiting:
+            if not self._waiting or not self._turn:
                 return
             if sequence is None:
                 taken = self._waiting.popleft()

@@ -7,6 +7,8 @@ read them as one block. The pool holds every slot at full context, so a page is 
 from __future__ import annotations
 
 import heapq
+import math
+import mmap
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ import torch
 
 PAGE = 32
 """Tokens of a page: the fastest for batched products on a CPU among 16, 32 and 64."""
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 AT_ONCE = 1 << 20
 """Bytes of a copy that are on their way together."""
 
@@ -59,11 +62,30 @@ class PagePool:
         self, layers: int, pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kv_heads = kv_heads
-        # Zeros, not garbage: what masked positions hold is multiplied by zero, and must be finite.
-        self.memory = torch.zeros(layers, 2, pages, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
-        self._page_bytes = self.memory[0, :, 0].nbytes
+        self._shape = layers, 2, pages, kv_heads, PAGE, head_dim
+        self._dtype, self._device = dtype, device
+        self.nbytes = math.prod(self._shape) * dtype.itemsize
+        self._page_bytes = self.nbytes // layers // pages
         """Of one layer."""
-        self._layers = [(self.memory[layer, 0], self.memory[layer, 1]) for layer in range(layers)]
+        self.reserve()
+
+    def reserve(self) -> None:
+        """Have the memory, with nothing in it."""
+        # Zeros, not garbage: what masked positions hold is multiplied by zero, and must be finite.
+        if self._device.type == "cpu":
+            # Memory of its own, which goes back when it is freed: what glibc keeps, another process cannot have.
+            own = torch.frombuffer(mmap.mmap(-1, self.nbytes, flags=PRIVATE), dtype=torch.uint8)
+            self.memory = own.view(self._dtype).view(self._shape)
+        else:
+            self.memory = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self._layers = [(layer[0], layer[1]) for layer in self.memory]
+
+    def free(self) -> None:
+        """Give the memory back, until `reserve`."""
+        self._layers = []
+        self.memory = torch.empty(0, device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each [pages, kv heads, PAGE, head dimension]."""

@@ -41,12 +41,20 @@ class ModelRunner:
             dtype=parameter.dtype,
             device=self._device,
         )
-        memory = self._pool.memory
         self.wide_context = _wide_context(model, config)
-        self.kv_bytes_per_token = memory.nbytes // (memory.shape[2] * memory.shape[4])
+        self.kv_bytes_per_token = self._pool.nbytes // (self.table.pages * PAGE)
         self.shape = shape_of(model)
         self.itemsize = parameter.dtype.itemsize
         """Bytes of a value of the compute dtype."""
+
+    def free(self) -> None:
+        """Give the cache's memory back; no slot holds anything. Until `reserve`."""
+        self._pool.free()
+
+    def reserve(self) -> None:
+        """Have the cache's memory, where it was given back."""
+        if not self._pool.memory.numel():
+            self._pool.reserve()
 
     def copy_prompt(self, copy: Copy) -> None:
         """Give `copy.target` the pages of the first `copy.count` tokens of `copy.source`."""

@@ -75,6 +75,10 @@ class ScriptedEngine:
         self._open: dict[str, _Sequence] = {}
         """By request id: those whose `generate` waits."""
         self._wake = asyncio.Event()
+        self._paused = False
+        """It has no turn on its device."""
+        self._empty = asyncio.Event()
+        """Nothing is decoded now."""
         self._loop: asyncio.Task[None] | None = None
         self._closed = False
         self._buffers: dict[Layout, npt.NDArray[np.uint8]] = {}
@@ -130,6 +134,9 @@ class ScriptedEngine:
             self._buffers = {layout: np.zeros(layout.nbytes, np.uint8)}
         return self._buffers[layout]
 
+    def map(self, layout: Layout, data: npt.NDArray[np.uint8]) -> None:
+        """Any layout fits."""
+
     async def commit(self, version: PolicyVersion) -> float:
         """Every await of the loop is a step boundary, so the swap takes no time."""
         if self._recompute and version != self._version:
@@ -139,6 +146,19 @@ class ScriptedEngine:
                 self._recomputed_tokens += len(sequence.request.prompt_ids_P) + max(0, len(sequence.tokens) - 1)
         self._version = version
         return 0.0
+
+    async def release(self) -> None:
+        self._paused = True
+        self._wake.set()
+        while self._running and not self._closed:
+            self._empty.clear()
+            await self._empty.wait()
+        if self._closed:
+            raise EngineError("the scripted engine is not running")
+
+    def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -165,6 +185,7 @@ class ScriptedEngine:
     def _on_end(self, loop: asyncio.Task[None]) -> None:
         """A decode loop that broke must not leave anybody waiting."""
         self._closed = True
+        self._empty.set()
         reason = "was cancelled" if loop.cancelled() else f"broke: {loop.exception()}"
         for sequence in (*self._waiting, *self._running):
             if not sequence.done.done():
@@ -174,6 +195,7 @@ class ScriptedEngine:
         while not self._closed:
             self._fill_slots()
             if not self._running:
+                self._empty.set()
                 self._wake.clear()
                 self.lane.wait()
                 await self._wake.wait()
@@ -183,7 +205,7 @@ class ScriptedEngine:
             self._step()
 
     def _fill_slots(self) -> None:
-        while self._waiting and len(self._running) < self._slots:
+        while self._waiting and len(self._running) < self._slots and not self._paused:
             sequence = self._waiting.popleft()
             self._begin(sequence)
             self._running.append(sequence)

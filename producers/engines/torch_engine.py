@@ -24,7 +24,7 @@ from headrace.telemetry.arithmetic import Roofline
 from headrace.telemetry.phases import Lane, Place
 from headrace.version import PolicyVersion
 from producers.engines.api import Completion, EngineStats, Progress, Request
-from producers.engines.decode_loop import Abort, Close, DecodeLoop, Finished, Submit, Swap, Swapped
+from producers.engines.decode_loop import Abort, Close, DecodeLoop, Event, Released, Submit, Swap, Swapped, Turn
 from producers.engines.seeds import request_seed
 from producers.engines.sequences import Sequence
 from producers.engines.spans import recomputes
@@ -69,12 +69,10 @@ class TorchEngine:
             raise ModelError(f"producer.engine_options.prefill_budget = {prefill_budget} must be at least 1")
         if not prefill_gap > 1:
             raise ModelError(f"producer.engine_options.prefill_gap = {prefill_gap} must be more than 1")
-        self._folder = folder
         self._slots = slots
         self._context_length = context_length
         self._dtype, self._device = dtype, device
-        self._threads = threads
-        self._seed = seed
+        self._folder, self._threads, self._seed = folder, threads, seed
         self._budget, self._gap = prefill_budget, prefill_gap
         self._recompute = recomputes(kv)
         self._decode = decode
@@ -84,6 +82,8 @@ class TorchEngine:
         self._named: dict[str, Sequence] = {}
         """By request id: those whose `generate` waits."""
         self._swap: asyncio.Future[float] | None = None
+        self._released: asyncio.Future[None] | None = None
+        """Completed once it holds nothing that it had for its turn; None while it has one."""
         self._committing = asyncio.Lock()
         self._preparing = ThreadPoolExecutor(1, "headrace-weights")
         self._thread: threading.Thread | None = None
@@ -139,6 +139,9 @@ class TorchEngine:
     def back_buffer(self, layout: Layout) -> npt.NDArray[np.uint8]:
         return self._weights.stage(layout)
 
+    def map(self, layout: Layout, data: npt.NDArray[np.uint8]) -> None:
+        self._weights.map(layout, data)
+
     async def commit(self, version: PolicyVersion) -> float:
         async with self._committing:
             self._check_running()
@@ -154,6 +157,17 @@ class TorchEngine:
         self._swap = self._event_loop.create_future()
         self.loop.send(swap)
         return await self._swap
+
+    async def release(self) -> None:
+        self._check_running()
+        if self._released is None:
+            self._released = self._event_loop.create_future()
+            self.loop.send(Turn(has=False))
+        await asyncio.shield(self._released)
+
+    def resume(self) -> None:
+        self._released = None
+        self.loop.send(Turn(has=True))
 
     def stats(self) -> EngineStats:
         return self.loop.stats()
@@ -251,7 +265,7 @@ class TorchEngine:
             broken = EngineError(f"the decode thread of the torch engine broke: {type(error).__name__}: {error}")
         self._post(self._on_end, broken)
 
-    def _report(self, events: list[Finished | Swapped]) -> None:
+    def _report(self, events: list[Event]) -> None:
         self._post(self._on_events, events)
 
     def _post(self, call: Callable[[Any], None], argument: object) -> None:
@@ -260,12 +274,16 @@ class TorchEngine:
         except RuntimeError:
             log.info("the event loop closed before the torch engine did; nobody waits for it any more")
 
-    def _on_events(self, events: list[Finished | Swapped]) -> None:
+    def _on_events(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Swapped):
                 self._version = event.version
                 if self._swap is not None and not self._swap.done():
                     self._swap.set_result(event.seconds)
+                continue
+            if isinstance(event, Released):
+                if self._released is not None and not self._released.done():
+                    self._released.set_result(None)
                 continue
             _, done = self._open.pop(event.ticket, (None, None))
             if done is not None and not done.done():
@@ -275,10 +293,9 @@ class TorchEngine:
         self._broken = broken
         self._ended.set()
         reason = broken or EngineError("the torch engine was closed")
-        waiting: list[asyncio.Future[Completion] | asyncio.Future[float]] = [done for _, done in self._open.values()]
+        waiting: list[asyncio.Future[Any]] = [done for _, done in self._open.values()]
         self._open.clear()
-        if self._swap is not None:
-            waiting.append(self._swap)
+        waiting += [future for future in (self._swap, self._released) if future is not None]
         for future in waiting:
             if not future.done():
                 future.set_exception(reason)

@@ -21,21 +21,24 @@ import torch
 
 from headrace.errors import WeightError
 from headrace.policy.loading import layout_of
+from producers.engines.kv_pages import PRIVATE
 from producers.engines.packed_linear import PackedLinears, can_pack, pack
 from weightsync.manifest import Layout, TensorSpec
 
-PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Prepared:
     views: list[torch.Tensor]
     packed: list[torch.Tensor]
     """After the swap, those that were replaced."""
+    flat: _Flat | None
+    """What the views are of; after the swap, what was replaced and is of no more use."""
 
     def free(self) -> None:
         """Free what the swap replaced. Any thread."""
+        self.views, self.flat = [], None
         while self.packed:
             self.packed.pop()  # one by one: the decode thread waits for the interpreter meanwhile
 
@@ -44,11 +47,20 @@ class _Flat:
     """A flat buffer whose pages can be given back, where it is anonymous memory of our own."""
 
     def __init__(self, nbytes: int, device: torch.device, *, own: bool) -> None:
+        self.ours = True
+        """It may be written into."""
         self._memory = mmap.mmap(-1, nbytes, flags=PRIVATE) if own else None
         if self._memory is not None:
             self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
         else:
             self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    @classmethod
+    def around(cls, data: torch.Tensor) -> _Flat:
+        """Bytes that are there, and whose memory is their own."""
+        made = cls.__new__(cls)
+        made._memory, made.data, made.ours = None, data, False
+        return made
 
     def discard(self, spec: TensorSpec) -> None:
         """Give back the pages that only this tensor has; they read as zeros afterwards."""
@@ -95,10 +107,17 @@ class EngineWeights:
         if self._staging is None or self._staging[0] != layout:
             if self._back is None:
                 self._back = self._buffer()
-            direct = layout == self._layout and self._device.type == "cpu"
-            self._staging = (layout, self._back.data) if direct else self._to_convert(layout)
+            self._staging = (layout, self._back.data) if self._direct(layout) else self._to_convert(layout)
         array: npt.NDArray[np.uint8] = self._staging[1].numpy()
         return array
+
+    def map(self, layout: Layout, data: npt.NDArray[np.uint8]) -> None:
+        """The next version lies in `data` [layout.nbytes], which does not change. Where it needs no conversion it is
+        decoded from as it is. Raises WeightError for another model's.
+        """
+        self._check(layout)
+        self._prepared = None
+        self._staging = layout, torch.from_numpy(data)
 
     def prepare(self) -> _Prepared:
         """Convert and pack what was staged. Any thread, but always the same one: what glibc frees there, it uses there
@@ -106,21 +125,34 @@ class EngineWeights:
         if self._prepared is not None:
             return self._prepared
         assert self._staging is not None
-        assert self._back is not None
         layout, buffer = self._staging
-        views = self._views(self._back)
-        if buffer.data_ptr() != self._back.data.data_ptr():
+        if self._direct(layout):
+            flat = self._back if self._back is not None and self._back.data is buffer else _Flat.around(buffer)
+            views = self._views(flat)
+        else:
+            flat = self._back = self._back or self._buffer()
+            views = self._views(flat)
             for view, spec in zip(views, layout.tensors, strict=True):
                 view.copy_(_view(buffer, spec))
-        self._prepared = self._pack(self._back, views)
+        self._prepared = self._pack(flat, views)
         return self._prepared
 
     def swap(self, prepared: _Prepared) -> None:
         """Make the prepared version the front, and the old front the back. Between two steps only."""
-        assert self._back is not None
+        assert prepared.flat is not None
         self._swap(prepared)
-        self._front, self._back = self._back, self._front
+        before = self._front
+        self._front = prepared.flat
+        if self._front is self._back:
+            self._back = None
+        prepared.flat = None if before.ours else before
+        if before.ours:
+            self._back = before
         self._staging = self._prepared = None
+
+    def _direct(self, layout: Layout) -> bool:
+        """Whether bytes of this layout can be computed with as they are."""
+        return layout == self._layout and self._device.type == "cpu"
 
     def _buffer(self) -> _Flat:
         return _Flat(self._layout.nbytes, self._device, own=self._linears is not None)
@@ -142,7 +174,7 @@ class EngineWeights:
     def _pack(self, buffer: _Flat, views: list[torch.Tensor]) -> _Prepared:
         """Of `views` into `buffer`. What is only used packed is not there any more afterwards, and reads as NaN."""
         if self._linears is None:
-            return _Prepared(views, [])
+            return _Prepared(views, [], buffer)
         packed = []
         for module in self._linears.modules:
             place = self._places[id(module.weight)]
@@ -150,7 +182,7 @@ class EngineWeights:
             if place in self._only_packed:
                 buffer.discard(self._layout.tensors[place])
                 views[place] = torch.full((), torch.nan, dtype=self._dtype).expand(views[place].shape)
-        return _Prepared(views, packed)
+        return _Prepared(views, packed, buffer)
 
     def _check(self, layout: Layout) -> None:
         ours, theirs = self._layout.tensors, layout.tensors

@@ -15,7 +15,7 @@ import pytest_asyncio
 from headrace.config import Config
 from headrace.errors import ConfigError, EngineError
 from headrace.version import PolicyVersion
-from producers.engines.api import Completion, Engine, Progress, Request, SamplingParams, TellsProgress
+from producers.engines.api import Completion, Engine, Progress, Request, SamplingParams, SharesDevice, TellsProgress
 from producers.engines.registry import build_engine
 from producers.engines.torch_engine import TorchEngine
 from tests.tiny import tiny_llama
@@ -283,3 +283,40 @@ def test_an_engine_that_cannot_be_built_is_named(name: str, options: dict[str, o
 def test_an_engine_of_ones_own_is_built_by_name(tmp_path: Path) -> None:
     config = Config()
     assert build_engine("producers.engines.registry:_scripted", config, tmp_path, seed=0).slots == config.producer.slots
+
+
+async def test_between_its_turns_it_begins_nothing_and_loses_nothing(engine: Engine) -> None:
+    assert isinstance(engine, SharesDevice)
+    alone = await engine.generate(ask("before", max_new_tokens=8))
+    started = [asyncio.create_task(engine.generate(ask(f"r{n}", max_new_tokens=8))) for n in range(2 * SLOTS)]
+    await until(lambda: engine.stats().busy_slots == SLOTS, "all slots are full")
+    await engine.release()
+    await asyncio.sleep(0)
+    ended = [task for task in started if task.done()]
+    assert len(ended) >= SLOTS
+    before = engine.stats()
+    assert before.busy_slots == 0
+    later = asyncio.create_task(engine.generate(ask("later", max_new_tokens=8)))
+    await engine.release()
+    await engine.commit(SECOND)
+    assert engine.version == SECOND
+    await until(lambda: engine.stats().waiting == 2 * SLOTS - len(ended) + 1, "the others wait")
+    assert engine.stats().decode_steps == before.decode_steps
+    engine.resume()
+    done = [*await both(*started), await later]
+    assert [len(one.token_ids_N) for one in done] == [8] * len(done)
+    assert {one.spans[-1].version for one in done} == {FIRST, SECOND}
+    # The seed is of the request, and both versions are of the same weights.
+    assert (done[-1].token_ids_N == alone.token_ids_N).all()
+
+
+async def test_an_engine_that_is_closed_has_no_turn_to_end(engine: Engine) -> None:
+    assert isinstance(engine, SharesDevice)
+    open_call = asyncio.create_task(engine.generate(ask("a", max_new_tokens=8)))
+    await until(lambda: engine.stats().busy_slots == 1, "it decodes")
+    releasing = asyncio.create_task(engine.release())
+    await asyncio.sleep(0)
+    await engine.close()
+    await asyncio.wait([releasing, open_call])
+    with pytest.raises(EngineError):
+        await engine.release()

@@ -57,6 +57,10 @@ def test_the_redis_url_is_no_configuration_key() -> None:
         ("run.steps=0", "run.steps = 0 (from command line): input should be greater than or equal to 1"),
         ("run.steps=many", "run.steps = 'many' (from command line): input should be a valid integer"),
         ("model.dtype=int4", "model.dtype = 'int4' (from command line): input should be"),
+        (
+            "run.placement=shared",
+            "run.placement = 'shared' (from command line): input should be 'disaggregated', 'coloc",
+        ),
         ("run=3", "run = 3 (from command line): input should be a valid dictionary"),
         ("environments=[]", "environments: at least one environment is needed"),
         ("environments=[{name='a'}, {name='a'}]", "environments: 'a' stands twice; give one of the two a label"),
@@ -195,6 +199,12 @@ def test_new_prompts_for_groups_that_have_a_signal_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"signal under trainer.advantage = 'reinforce_pp'; set it to 0, or take"):
         resolve(None, {}, ["trainer.dynamic_sampling=1", "trainer.advantage=reinforce_pp"])
     assert resolve(None, {}, ["trainer.dynamic_sampling=1"]).config.trainer.dynamic_sampling == 1
+
+
+@pytest.mark.parametrize("placement", ["colocated", "hybrid"])
+def test_servers_keep_a_device_of_their_own(placement: str) -> None:
+    with pytest.raises(ConfigError, match=f"run.placement: '{placement}' is for engines within the producer"):
+        resolve(None, {}, ["producer.engine=sglang", f"run.placement={placement}"])
 
 
 def test_a_number_may_stand_for_auto() -> None:

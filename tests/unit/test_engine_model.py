@@ -166,10 +166,21 @@ def wire(model: torch.nn.Module, dtype: str) -> tuple[Layout, np.ndarray]:
     return layout, flat.numpy()
 
 
+def bring(weights: EngineWeights, layout: Layout, flat: np.ndarray, how: str) -> None:
+    """Into its back buffer, or as bytes of somebody else's that it may not change."""
+    if how == "staged":
+        weights.stage(layout)[:] = flat
+    else:
+        weights.map(layout, flat)
+
+
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("on_wire", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_staged_version_replaces_all_tensors_at_the_swap(compute: str, on_wire: str, tied: bool) -> None:
+@pytest.mark.parametrize("how", [("staged", "staged"), ("mapped", "mapped"), ("mapped", "staged")])
+def test_a_version_replaces_all_tensors_at_the_swap(
+    compute: str, on_wire: str, tied: bool, how: tuple[str, str]
+) -> None:
     old, new = llama(tied), llama(tied, seed=9)
     for model in (old, new):
         model.to(getattr(torch, on_wire)).to(getattr(torch, compute))
@@ -181,17 +192,21 @@ def test_a_staged_version_replaces_all_tensors_at_the_swap(compute: str, on_wire
     weights = EngineWeights(old)
     expected_old = forward(runner, [], [(0, 0, ids)])
     layout, flat = wire(llama(tied, seed=9), on_wire)
+    before = flat.copy()
     for _ in range(2):
-        weights.stage(layout)[:] = flat
+        bring(weights, layout, flat, how[0])
         prepared = weights.prepare()
         assert torch.equal(forward(runner, [], [(0, 0, ids)]), expected_old)
         weights.swap(prepared)
         assert not weights.staged
         assert torch.equal(forward(runner, [], [(0, 0, ids)]), expected_new)
+        prepared.free()
         layout_old, flat_old = wire(llama(tied), on_wire)
-        weights.stage(layout_old)[:] = flat_old
-        weights.swap(weights.prepare())
+        bring(weights, layout_old, flat_old, how[1])
+        weights.swap(prepared := weights.prepare())
+        prepared.free()
         assert torch.equal(forward(runner, [], [(0, 0, ids)]), expected_old)
+    assert np.array_equal(flat, before)
     assert (old.lm_head.weight is old.model.embed_tokens.weight) == tied
 
 
@@ -245,6 +260,18 @@ def test_a_version_of_another_model_is_refused() -> None:
         weights.stage(Layout.of(fewer))
     with pytest.raises(WeightError, match="morn"):
         weights.stage(Layout.of(renamed))
+    with pytest.raises(WeightError, match="morn"):
+        weights.map(Layout.of(renamed), np.zeros(Layout.of(renamed).nbytes, np.uint8))
+
+
+def test_a_version_that_lies_in_place_is_decoded_from_there() -> None:
+    model = llama()
+    weights = EngineWeights(model)
+    layout, flat = wire(llama(seed=9), "float32")
+    weights.map(layout, flat)
+    weights.swap(weights.prepare())
+    places = [parameter.data_ptr() - flat.ctypes.data for parameter in model.parameters()]
+    assert places == [spec.offset for spec in layout.tensors]
 
 
 def test_auto_classes_give_what_the_runner_takes() -> None:

@@ -125,6 +125,17 @@ def test_the_cpu_is_pinned_where_it_is_named() -> None:
     assert Cores.for_run(config, [0, 1], gpu=True).take("trainer", 1) == frozenset({0})
 
 
+@pytest.mark.parametrize("placement", ["colocated", "hybrid"])
+def test_who_shares_a_device_shares_its_cores(placement: str) -> None:
+    config = resolve(None, {}, [f"run.placement={placement}", "producer.threads=2"]).config
+    cores = Cores.for_run(config, [0, 1, 2, 3], gpu=False)
+    assert cores.take("trainer", 1) == cores.take("producer-1", 2) == cores.take("producer-2", 2) == frozenset({0, 1})
+    cores.give_back("producer-2")
+    assert cores.take("producer-3", 2) == frozenset({0, 1})
+    assert Cores.for_run(config, [0, 1, 2, 3], gpu=True).take("trainer", 1) is None
+    assert Cores.for_run(config, [0], gpu=False).take("producer-1", 2) is None
+
+
 def part(name: str, *, joined: bool = False) -> Part:
     def never(_: bool) -> None:
         raise AssertionError("not started here")
