@@ -19,10 +19,10 @@ mkdir -p "$folder"
 [ -s "$folder/password" ] || (umask 077 && openssl rand -hex 24 >"$folder/password")
 export HEADRACE_REDIS_URL=redis://$first:$port/0 HEADRACE_REDIS_PASSWORD_FILE=$folder/password
 
-on() { # NODES COMMAND…: one step, one task on each of the nodes
+on() { # NODES COMMAND…: one step, one task on each of the nodes, with all that the node has
   local where=$1
   shift
-  srun --overlap --exact --nodelist="$where" --ntasks-per-node=1 "$@" &
+  srun --overlap --nodelist="$where" --ntasks-per-node=1 "$@" &
 }
 
 (umask 077 && cat >"$folder/redis.conf" <<END
@@ -30,6 +30,8 @@ bind 0.0.0.0
 port $port
 dir $folder
 appendonly yes
+auto-aof-rewrite-min-size 256mb
+save ""
 maxmemory-policy noeviction
 requirepass $(cat "$folder/password")
 END
@@ -50,7 +52,7 @@ fi
 
 # The time is nearly over, or somebody said `scancel --signal=TERM --batch`: all drain, the trainer writes a checkpoint.
 told=
-trap 'told=1; .venv/bin/headrace stop' TERM
+trap 'told=1; .venv/bin/headrace stop || true' TERM
 code=0
 wait "$trainer" || code=$?
 if [ "$told" ]; then
@@ -58,6 +60,8 @@ if [ "$told" ]; then
   code=0
   wait "$trainer" || code=$?
 fi
+# Without a trainer the others would hold the nodes until the time is over.
+[ "$code" = 0 ] || .venv/bin/headrace stop || true
 wait "$weights" "${producers[@]}" || true
 kill "$redis"
 wait "$redis" || true

@@ -98,15 +98,29 @@ def submit(folder: Path, port: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def steps(folder: Path) -> list[int]:
     file = folder / "runs" / "slurm-7" / "steps.jsonl"
     return [json.loads(line)["step"] for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
+def test_a_trainer_that_died_ends_the_job(job: Path) -> None:
+    process = submit(job, free_port())
+    wait_here(lambda: len(steps(job)) >= 2, "it makes steps", PATIENCE_S)
+    (trainer,) = living(lambda process: process.cwd() == str(job) and process.cmdline()[1:3] == ["-m", "consumers"])
+    trainer.kill()
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGKILL, (out, err)
+    assert not living(lambda process: process.cwd() == str(job))
+
+
 async def test_a_job_of_three_nodes_leaves_when_told_and_goes_on(job: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for go in range(2):
         made = len(steps(job))
         process = submit(job, port)
