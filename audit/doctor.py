@@ -33,6 +33,7 @@ WAITS: Mapping[str, tuple[str, str]] = {
     "wait_evaluation": ("evaluations", "the producers"),
     "wait_checkpoint": ("room on the disk for a checkpoint", "the disk"),
     "wait_start": ("its first weights", "the trainer"),
+    "wait_order": ("what to do next", "rank 0 of its trainer"),
     "wait_no_task": ("a task", "admission"),
     "wait_backpressure": ("a task", "the trainer, which is behind with what is finished"),
     "wait_scores": ("scores", "its reward processes"),

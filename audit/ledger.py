@@ -147,7 +147,7 @@ def role_of(lane: str) -> str:
         return "scoring"
     if lane.startswith("external/"):
         return "external"
-    return {"engine": "producer", "host": "producer", "trainer": "trainer"}.get(lane, "weights")
+    return {"engine": "producer", "host": "producer", "trainer": "trainer", "rank": "trainer"}.get(lane, "weights")
 
 
 def _add_lost(accounts: list[_Account], deaths: Mapping[tuple[str, int], float]) -> None:

@@ -19,7 +19,9 @@ from audit.records import Group, Lane, Piece, Publish, Run, Step, Swap
 Kind = Literal["training", "generation", "scoring", "weight_sync", "checkpoint", "broker", "other"]
 
 LOGPROBS = {"reference_logprobs", "proximal_logprobs"}
-TRAINING = frozenset({"forward_backward", "optimizer", "batch_assembly", "report", "bookkeeping", *LOGPROBS})
+TRAINING = frozenset(
+    {"forward_backward", "gradient_sync", "optimizer", "batch_assembly", "report", "bookkeeping", *LOGPROBS}
+)
 WEIGHT_SYNC = frozenset({"weight_publish", "transfer", "verify", "swap", "restore"})
 CHECKPOINT = frozenset({"checkpoint", "wait_checkpoint"})
 FOR_GROUPS = frozenset({"wait_groups"})
@@ -75,7 +77,7 @@ class _Walk:
 
     def __init__(self, run: Run) -> None:
         self._begin, self._now = run.window
-        self._trainer = _trainer(run.of("trainer"))
+        self._trainer = _trainer(run.trainer)
         self._begins = [piece.begin for piece in self._trainer]
         self._steps: Sequence[Step] = run.steps
         self._formed = [step.formed for step in run.steps]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from audit.figures import idle_wait, stage_seconds
+from audit.figures import idle_wait, merged
 from audit.path import CHECKPOINT, kind_of
 from audit.records import IDLE_PREFIX, LOST, Beat, Lane, Run
 
@@ -62,7 +62,7 @@ class Rates:
 def rates(run: Run) -> Rates:
     begin, end = run.window
     steps = max(1, len(run.steps))
-    spent = stage_seconds(run, "trainer", begin, end)
+    spent = merged(lane.seconds(begin, end) for lane in run.trainer)
     checkpoint = sum(seconds for phase, seconds in spent.items() if phase in CHECKPOINT)
     busy = sum(s for phase, s in spent.items() if kind_of(phase) in ("training", "weight_sync"))
     scoring = [lane.seconds(begin, end) for lane in run.lanes if lane.role == "scoring"]

@@ -225,6 +225,11 @@ class Run:
         lanes = [lane for lane in self.lanes if lane.role == role]
         return [lane for lane in lanes if lane.is_device] or lanes
 
+    @property
+    def trainer(self) -> list[Lane]:
+        """Of the trainer, where it has several ranks of rank 0: the others do what that one orders."""
+        return [lane for lane in self.of("trainer") if lane.name != "rank"]
+
 
 Line = dict[str, Any]
 

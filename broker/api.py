@@ -74,7 +74,8 @@ class Peer:
     """A service as the broker knows it: alive while its heartbeat's lease lasts."""
 
     name: str
-    role: Literal["producer", "trainer", "weights", "launcher"]
+    role: Literal["producer", "trainer", "weights", "launcher", "rank"]
+    """A "rank" is one of the trainer's beside rank 0, which is the trainer."""
     host: str
     pid: int
     alive: bool

@@ -23,6 +23,7 @@ from consumers.lag import History
 from consumers.outputs import Outputs
 from consumers.parts import Parts
 from consumers.progress import Progress
+from consumers.ranks.orders import Restore
 from consumers.resume import Replay, plan_replay
 from consumers.rollback import Asked, Rollbacks
 from consumers.saving import Saver
@@ -249,7 +250,11 @@ class Course:
         self.rollbacks.done(asked, batch.version)
 
     async def _restore(self, content: Content) -> None:
-        await self.worker(lambda: self.parts.trainer.restore(content.tensors))
+        def restore() -> None:
+            self.parts.ranks.tell(Restore())
+            self.parts.trainer.restore(content.tensors)
+
+        await self.worker(restore)
 
     # -- the end
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -68,6 +70,24 @@ class Drift:
         return {"engine_kl": None, **rounded, "engine_tokens": self.engine_tokens}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """What one rank has of it."""
+
+    log_ratios_N: npt.NDArray[np.float32]
+    engine_N: npt.NDArray[np.float32]
+    """Of the tokens that the trained version sampled, from the policy that begins the step."""
+    sums: dict[str, float]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode((self.log_ratios_N.tobytes(), self.engine_N.tobytes(), self.sums))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Measured:
+        log_ratios, engine, sums = msgspec.msgpack.decode(data, type=tuple[bytes, bytes, dict[str, float]])
+        return cls(np.frombuffer(log_ratios, np.float32), np.frombuffer(engine, np.float32), sums)
+
+
 class Measuring:
     """Collects what `Drift` is made of, microbatch by microbatch: a few numbers per token."""
 
@@ -94,15 +114,19 @@ class Measuring:
         if tokens.entropy_N is not None:
             self._sums["entropy"] += float(tokens.entropy_N.sum())
 
-    def drift(self) -> Drift:
-        if not self._log_ratios:
+    def measured(self) -> Measured:
+        return Measured(_joined(self._log_ratios), _joined(self._engine), self._sums)
+
+    def drift(self, measured: Sequence[Measured]) -> Drift:
+        """Of all ranks."""
+        log_ratios_N = _joined([one.log_ratios_N for one in measured]).astype(np.float64)
+        if not log_ratios_N.size:
             return Drift()
-        log_ratios_N = np.concatenate(self._log_ratios).astype(np.float64)
         count = log_ratios_N.size
-        mean = {name: total / count for name, total in self._sums.items()}
+        mean = {name: sum(one.sums[name] for one in measured) / count for name in self._sums}
         low, *_ = quantiles_N = np.percentile(log_ratios_N, PERCENTILES)
         scaled_N = np.exp(log_ratios_N - log_ratios_N.max())
-        engine_kl, engine_tokens = self._engine_kl()
+        engine_kl, engine_tokens = _engine_kl(_joined([one.engine_N for one in measured]))
         return Drift(
             mismatch=float(np.abs(log_ratios_N).mean()),
             clipped=mean["clipped"],
@@ -116,9 +140,14 @@ class Measuring:
             entropy=mean["entropy"] if self._settings.entropy_coefficient else None,
         )
 
-    def _engine_kl(self) -> tuple[float | None, int]:
-        """Mean of r - log r - 1 over what the engine sampled, which estimates KL(engine, trainer)."""
-        if not self._engine:
-            return None, 0
-        log_ratios_N = np.concatenate(self._engine).astype(np.float64)
-        return float((np.exp(log_ratios_N) - log_ratios_N - 1.0).mean()), log_ratios_N.size
+
+def _joined(parts: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def _engine_kl(engine_N: npt.NDArray[np.float32]) -> tuple[float | None, int]:
+    """Mean of r - log r - 1 over what the engine sampled, which estimates KL(engine, trainer)."""
+    if not engine_N.size:
+        return None, 0
+    log_ratios_N = engine_N.astype(np.float64)
+    return float((np.exp(log_ratios_N) - log_ratios_N - 1.0).mean()), log_ratios_N.size

@@ -17,6 +17,13 @@ def trainer_lane(config: Config) -> Lane:
     return lane
 
 
+def rank_lane(config: Config) -> Lane:
+    """Of a rank beside rank 0."""
+    lane = Lane("rank", "start", place=Place("device", config.model.device, 1))
+    lane.backdate(process_began())
+    return lane
+
+
 def external_lanes(config: Config) -> list[Lane]:
     """A lane for each reward service that holds devices, as the configuration says; one that several environments ask
     counts once.

@@ -11,6 +11,7 @@ Wait graph. Every wait is bounded by `broker.stream_block_ms`, after which it lo
     beat     waits for: a quarter of a lease
     obey     waits for: stream `orders` (the broker wakes it)
     in_line  waits for: the line for a device that it shares (the broker wakes it), a quarter of a lease
+    heed     waits for: nothing; it looks every `PERIOD_S` whether another rank of this trainer has failed
     hasten   waits for: the service's stop, and tells the broker's port then that it has no more patience
 
 train ends when the last step is made, or the service stops, and ends the others; a loop that fails ends all. Each
@@ -40,6 +41,8 @@ from consumers.intake import Intake
 from consumers.outputs import Outputs
 from consumers.parts import Parts
 from consumers.progress import Progress
+from consumers.ranks.alarm import PERIOD_S
+from consumers.ranks.orders import End
 from consumers.rollback import Rollbacks
 from consumers.saving import Saver
 from consumers.troubles import Troubles
@@ -48,6 +51,7 @@ from consumers.versions import Versions
 from consumers.waiting import wait_for
 from consumers.watch import Watch
 from consumers.worker import Worker
+from headrace.errors import ServiceError
 from headrace.hosts import host_name
 from headrace.service import Service
 from headrace.telemetry import clock
@@ -72,7 +76,8 @@ class TrainerLoops:
         self._books = Books(parts.fence.incarnation, step, parts.cursor, batcher, step, parts.made)
         self._claim = claim = Claim(port, parts.fence, self._books)
         self._troubles = troubles = Troubles()
-        self._worker = worker = Worker("trainer")
+        self._ranks = parts.ranks
+        self._worker = worker = Worker("trainer", parts.ranks.explaining)
         self._watch = watch = Watch(claim, parts.config, progress, troubles)
         self._admitter = admitter = Admitter(
             claim, parts.config, parts.window, parts.curriculum, parts.seen, progress.admitted
@@ -93,7 +98,7 @@ class TrainerLoops:
             admitter=admitter,
             intake=intake,
             saver=Saver(claim, parts, parts.seen, progress, troubles, worker),
-            versions=Versions(claim, parts, publisher, progress),
+            versions=Versions(claim, parts, publisher, progress, worker),
             outputs=Outputs(parts.folder, parts.fence.incarnation, claim.confirm),
             contents=Contents(port, parts, worker),
             rollbacks=rollbacks,
@@ -108,9 +113,10 @@ class TrainerLoops:
         """All loops, until the run is at its end or the service stops; raises what ended it otherwise."""
         try:
             async with asyncio.TaskGroup() as group:
-                for loop in (self.train, self.admit, self.beat, self.obey, self.in_line):
+                for loop in (self.train, self.admit, self.beat, self.obey, self.in_line, self.heed):
                     group.create_task(self._ending_all(loop), name=loop.__name__)
                 group.create_task(self.hasten(), name="hasten")
+            await self._worker(lambda: self._ranks.tell(End()))
         finally:
             await self._publisher.close()
             await self._worker.close()
@@ -186,6 +192,13 @@ class TrainerLoops:
             await self._over.wait()
         else:
             await self._device.follow(self._over)
+
+    async def heed(self) -> None:
+        """Ends all once another rank cannot go on."""
+        while not self._over.is_set():
+            if self._ranks.failure:
+                raise ServiceError(self._ranks.failure)
+            await wait_for(self._over, PERIOD_S)
 
     async def hasten(self) -> None:
         """A trainer that is to leave does not wait long for a broker that is away."""

@@ -42,6 +42,11 @@ class Row:
     current_N: Bool
     """Whether the version that is trained sampled the target, over keys and values of its own."""
 
+    @property
+    def is_filling(self) -> bool:
+        """It is of no rollout, and changes nothing: `FILLING`."""
+        return not self.lengths_N.any()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
@@ -61,7 +66,7 @@ def pack(groups: Iterable[Sequence[Sample]], token_budget: int, trained: PolicyV
     blocks: list[tuple[int, Sequence[Sample]]] = []
     used = 0
     for group in groups:
-        for prefix, samples in split([s for s in group if s.trajectory.loss_mask_T[1:].any()], token_budget):
+        for prefix, samples in split(trainable(group), token_budget):
             length = block_length(prefix, samples)
             if blocks and used + length > token_budget:
                 rows.append(_row(blocks, trained))
@@ -71,6 +76,52 @@ def pack(groups: Iterable[Sequence[Sample]], token_budget: int, trained: PolicyV
     if blocks:
         rows.append(_row(blocks, trained))
     return rows
+
+
+FILLING = Row(
+    token_ids_T=np.zeros(2, np.int64),
+    positions_T=np.arange(2),
+    blocks=(Block(0, 0, (2,)),),
+    sources_N=np.zeros(1, np.int64),
+    targets_N=np.zeros(1, np.int64),
+    behaviour_N=np.zeros(1, np.float32),
+    advantages_N=np.zeros(1, np.float32),
+    lengths_N=np.zeros(1, np.float32),
+    rollouts_N=np.zeros(1, np.int64),
+    current_N=np.zeros(1, np.bool_),
+)
+"""What a rank computes while others have one row more: a collective needs all of them."""
+
+
+def pack_shares(
+    groups: Sequence[Sequence[Sample]], token_budget: int, ranks: int, trained: PolicyVersion | None = None
+) -> list[list[Row]]:
+    """The same for each rank, equally many rows of each. Groups are whole, and of nearly as many tokens on each.
+
+    No group in which something is to be trained is no row at all, on every rank.
+    """
+    if ranks == 1:
+        return [pack(groups, token_budget, trained)]
+    sizes = [sum(block_length(*block) for block in split(trainable(group), token_budget)) for group in groups]
+    shares = [pack((groups[i] for i in share), token_budget, trained) for share in balanced(sizes, ranks)]
+    most = max(map(len, shares))
+    return [rows + [FILLING] * (most - len(rows)) for rows in shares]
+
+
+def balanced(sizes: Sequence[int], shares: int) -> list[list[int]]:
+    """Indices into `sizes`, so many ascending lists, by Graham's rule: the largest goes where the least is."""
+    found: list[list[int]] = [[] for _ in range(shares)]
+    loads = [0] * shares
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        least = min(range(shares), key=lambda share: (loads[share], len(found[share])))
+        found[least].append(i)
+        loads[least] += sizes[i]
+    return [sorted(share) for share in found]
+
+
+def trainable(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that have a target; nothing predicts the first token."""
+    return [sample for sample in samples if sample.trajectory.loss_mask_T[1:].any()]
 
 
 def split(samples: Sequence[Sample], token_budget: int) -> list[tuple[int, Sequence[Sample]]]:

@@ -21,6 +21,8 @@ from consumers.evaluation import Decode
 from consumers.ingest import SeenTasks
 from consumers.lag import Staleness
 from consumers.placing import sweep
+from consumers.ranks.group import Ranks
+from consumers.ranks.orders import Begin
 from consumers.reference import load_reference
 from consumers.retention import MOST_STEPS
 from consumers.trainer import Trainer
@@ -48,6 +50,7 @@ class Parts:
     model_folder: Path
     model: Any
     trainer: Trainer
+    ranks: Ranks
     layout: Layout
     checkpoints: Checkpoints
     loaded: Loaded | None
@@ -108,26 +111,46 @@ def _begin(folder: Path, incarnation: int) -> None:
         log.warning("the run's folder does not know of incarnation %d: %s", incarnation, error.strerror)
 
 
-def build(taken: Taken, lane: Lane) -> Parts:
-    """Load the model, and the checkpoint where there is one. Blocks for seconds.
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """What every rank loads."""
+
+    folder: Path
+    model: Any
+    trainer: Trainer
+    layout: Layout
+    """In as many parts as there are ranks."""
+    loaded: Loaded | None
+
+
+def load(record: RunRecord, newest: Path | None, lane: Lane, ranks: Ranks) -> Model:
+    """The model, and the checkpoint in folder `newest`. Blocks for seconds; all ranks load at once.
 
     Raises ModelError, ConfigError, CheckpointError, Refused when the model is not the run's.
     """
-    record, fence, found = taken.record, taken.fence, taken.newest
     config = stored(record.config)
     keep_freed_memory()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
-    model_folder = resolve_model(config.model.path)
-    _check_digests(model_folder, record)
-    model = load_model(model_folder, "float32", device_of(config.model.device))
-    tokenizer = load_tokenizer(model_folder)
-    reference = load_reference(config, model_folder, record.digests, device_of(config.model.device))
-    trainer = Trainer(model, config, lane, reference)
-    loaded = checkpoint.load(found[1]) if found else None
+    folder, device = resolve_model(config.model.path), device_of(config.model.device, ranks.local)
+    _check_digests(folder, record)
+    model = load_model(folder, "float32", device)
+    reference = load_reference(config, folder, record.digests, device)
+    trainer = Trainer(model, config, lane, reference, ranks)
+    loaded = checkpoint.load(newest) if newest else None
     if loaded:
         checkpoint.restore(model, trainer.optimizer, loaded)
+    layout = Layout.of(layout_of(model, config.model.wire_dtype), parts=ranks.size)
+    return Model(folder, model, trainer, layout, loaded)
+
+
+def build(taken: Taken, lane: Lane, ranks: Ranks) -> Parts:
+    """Load the model with all ranks, and settle the rest. Blocks for seconds. Raises as `load` does."""
+    record, fence, newest = taken.record, taken.fence, taken.newest[1] if taken.newest else None
+    ranks.tell(Begin(fence.incarnation, str(newest or "")))
+    model = load(record, newest, lane, ranks)
+    config, loaded, tokenizer = stored(record.config), model.loaded, load_tokenizer(model.folder)
     folder = Path(record.folder)
     window = Window(config.trainer.groups_per_step, config.staleness.max_lag, config.run.steps)
     return Parts(
@@ -135,10 +158,11 @@ def build(taken: Taken, lane: Lane) -> Parts:
         folder=folder,
         config=config,
         fence=fence,
-        model_folder=model_folder,
-        model=model,
-        trainer=trainer,
-        layout=Layout.of(layout_of(model, config.model.wire_dtype)),
+        model_folder=model.folder,
+        model=model.model,
+        trainer=model.trainer,
+        ranks=ranks,
+        layout=model.layout,
         checkpoints=Checkpoints(folder, fence.incarnation, config.checkpoint.keep),
         loaded=loaded,
         window=window,
@@ -153,11 +177,11 @@ def build(taken: Taken, lane: Lane) -> Parts:
     )
 
 
-def device_of(wanted: str) -> str:
-    """ "auto" is the first GPU where there is one, else the CPU."""
-    if wanted != "auto":
+def device_of(wanted: str, local: int) -> str:
+    """ "auto" is the GPU of this number on this host where there is one, else the CPU; "cuda" is that GPU."""
+    if wanted not in ("auto", "cuda"):
         return wanted
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{local}" if wanted == "cuda" or torch.cuda.is_available() else "cpu"
 
 
 def seen_capacity(config: Config, window: Window) -> int:

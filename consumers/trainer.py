@@ -15,12 +15,14 @@ import torch
 from broker.messages import Group
 from consumers.advantages import advantage
 from consumers.advantages.rewards import overlong
-from consumers.drift import Drift, Measuring
+from consumers.drift import Drift, Measured, Measuring
 from consumers.forward import Forward
 from consumers.losses import method
 from consumers.losses.correction import correction
 from consumers.losses.tokens import Denominators, LossTokens
-from consumers.packing import Row, Sample, pack
+from consumers.packing import Row, Sample, pack_shares
+from consumers.ranks.group import Ranks
+from consumers.ranks.orders import Train, Update, rows_of, update_of
 from consumers.schedule import learning_rate
 from headrace.config import Config
 from headrace.config_trainer import TrainerConfig
@@ -64,10 +66,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one optimizer update uses."""
+    """What one rank computes of one optimizer update."""
 
     rows: list[Row]
     denominators: Denominators
+    """Of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,10 +85,13 @@ class Known:
 class Trainer:
     """Model, optimizer, and what a step does with a batch of groups."""
 
-    def __init__(self, model: Any, config: Config, lane: Lane, reference: Any = None) -> None:
+    def __init__(
+        self, model: Any, config: Config, lane: Lane, reference: Any = None, ranks: Ranks | None = None
+    ) -> None:
         """`model` is a transformers causal LM with float32 parameters, `reference` the frozen one of the KL penalty.
 
-        Raises ConfigError for an unknown advantage or loss, ModelError when a model cannot share prompts.
+        All `ranks` make theirs at once. Raises ConfigError for an unknown advantage or loss, ModelError when a model
+        cannot share prompts.
         """
         self._config: TrainerConfig = config.trainer
         self._steps = config.run.steps
@@ -100,7 +106,10 @@ class Trainer:
         self._device = next(model.parameters()).device
         lane.place.device = str(self._device)
         observe(lane, str(self._device))
-        self.autocast = autocast(config.trainer, model, str(self._device))
+        self._ranks = ranks = ranks or Ranks()
+        # Measured, where it is: the ranks compute alike.
+        first = ranks.rank == 0 and autocast(config.trainer, model, str(self._device))
+        self.autocast = bool(ranks.sum(float(first)))
         if config.trainer.activation_checkpointing:
             recompute_activations(model)
         temperature = config.sampling.temperature
@@ -131,11 +140,21 @@ class Trainer:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def rows(self) -> dict[str, torch.Tensor]:
+        """The same, of each its rows that this rank publishes: those of `torch.chunk`. Scalars are every rank's."""
+        rank, size = self._ranks.rank, self._ranks.size
+        return {name: rows_at(tensor, rank, size) for name, tensor in self.parameters().items()}
+
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take these weights, by the names of `parameters`, and forget the optimizer's moments: they are of others."""
+        """Take these weights, by the names of `parameters`, and forget the optimizer's moments: they are of others.
+
+        They are rank 0's; of the others nothing is used.
+        """
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.copy_(tensors[name])
+                given = tensors.get(name, torch.empty(0))
+                mine = torch.empty(parameter.shape) if self._ranks.rank else given.to("cpu", torch.float32).contiguous()
+                parameter.copy_(self._ranks.spread(mine))
         self.optimizer.state.clear()
 
     def train(self, groups: Sequence[Group], step: int, incarnation: int) -> StepResult:
@@ -152,13 +171,11 @@ class Trainer:
             ]
             version = PolicyVersion(incarnation, step) if self._comparable else None
             shares = equal_shares(len(samples), self._config.minibatches)
-            parts = [self._part(samples[share], trained[share], version) for share in shares]
-        used = [part for part in parts if part.rows]
-        known = [self._known(part.rows) for part in used]
-        measuring = Measuring(self._settings, by_rollout=self._method.by_rollout)
-        updates: list[tuple[float, float, str]] = []
-        for part, of_part in zip(used, known, strict=True):
-            updates.append(self._update(part, of_part, measuring, step, first=not updates))
+            parts = [self._parts(samples[share], trained[share], version) for share in shares]
+            used = [of_all for of_all in parts if of_all[0].rows]
+            others = range(1, self._ranks.size)
+            self._ranks.deal([Train(step, [_dealt(of_all[rank]) for of_all in used]) for rank in others])
+        updates, drift = self._make([of_all[0] for of_all in used], step)
         everything = [sample for group in samples for sample in group]
         said = [sample.trajectory.correct for sample in everything if sample.trajectory.correct is not None]
         return StepResult(
@@ -170,11 +187,27 @@ class Trainer:
             rollouts=len(everything),
             without_advantage=sum(sample.advantage == 0.0 for sample in everything),
             tokens=sum(sample.trajectory.token_ids_T.size for sample in everything),
-            packed_tokens=sum(row.token_ids_T.size for part in used for row in part.rows),
-            loss_tokens=sum(part.denominators.tokens for part in parts),
-            drift=measuring.drift(),
+            packed_tokens=sum(row.token_ids_T.size for of_all in used for part in of_all for row in part.rows),
+            loss_tokens=sum(of_all[0].denominators.tokens for of_all in parts),
+            drift=drift,
             skipped=next((why for _, _, why in updates if why), "") if updates else "no rollout has an advantage",
         )
+
+    def follow(self, order: Train) -> None:
+        """This rank's share of a step that rank 0 makes."""
+        self._lane.bind()
+        self._make([_part(update) for update in order.updates], order.step)
+
+    def _make(self, parts: Sequence[Part], step: int) -> tuple[list[tuple[float, float, str]], Drift]:
+        """This rank's parts of the updates of a step. Returns what `_update` does, the same on every rank, and the
+        drift over all of them."""
+        known = [self._known(part.rows) for part in parts]
+        measuring = Measuring(self._settings, by_rollout=self._method.by_rollout)
+        updates: list[tuple[float, float, str]] = []
+        for part, of_part in zip(parts, known, strict=True):
+            updates.append(self._update(part, of_part, measuring, step, first=not updates))
+        measured = self._ranks.gather(measuring.measured().encode())
+        return updates, measuring.drift([Measured.decode(one) for one in measured])
 
     def _samples(self, groups: Sequence[Group]) -> list[list[Sample]]:
         """The rollouts of each group with their advantages."""
@@ -193,14 +226,18 @@ class Trainer:
         buffer, penalty = self._config.overlong_buffer, self._config.overlong_penalty
         return rewards_G + overlong(lengths_G, self._max_tokens, buffer, penalty)
 
-    def _part(self, samples: list[list[Sample]], trained: list[list[Sample]], version: PolicyVersion | None) -> Part:
+    def _parts(
+        self, samples: list[list[Sample]], trained: list[list[Sample]], version: PolicyVersion | None
+    ) -> list[Part]:
+        """One per rank."""
         everything = [sample.trajectory for group in samples for sample in group]
         denominators = Denominators(
             rollouts=sum(bool(trajectory.loss_mask_T.any()) for trajectory in everything),
             tokens=sum(int(trajectory.loss_mask_T.sum()) for trajectory in everything),
             max_tokens=self._max_tokens,
         )
-        return Part(pack(trained, self._config.token_budget, version), denominators)
+        shares = pack_shares(trained, self._config.token_budget, self._ranks.size, version)
+        return [Part(rows, denominators) for rows in shares]
 
     def _known(self, rows: Sequence[Row]) -> list[Known]:
         """Before the first update, so that the policy is the one that begins the step."""
@@ -218,6 +255,10 @@ class Trainer:
         with self._lane.during("forward_backward"):
             for row, of_row in zip(part.rows, known, strict=True):
                 total += self._accumulate(row, of_row, part.denominators, measuring, first=first)
+        if self._ranks.size > 1:
+            with self._lane.during("gradient_sync"):
+                self._ranks.reduce_gradients(self._model)
+                total = self._ranks.sum(total)
         with self._lane.during("optimizer"):
             norm, skipped = self._move(total, step)
         shape = self._policy.shape
@@ -229,6 +270,9 @@ class Trainer:
     ) -> float:
         """Forward and backward of one microbatch; returns its part of the loss."""
         policy, settings = self._policy, self._settings
+        if row.is_filling:
+            (0.0 * policy.logprobs(row).sum()).backward()  # type: ignore[no-untyped-call]
+            return 0.0
         if settings.entropy_coefficient:
             logprobs_N, entropy_N = policy.logprobs_and_entropy(row)
         else:
@@ -270,6 +314,22 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped
+
+
+def rows_at(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What `torch.chunk` gives one of `size` ranks; a scalar is everybody's."""
+    if size == 1 or not tensor.dim():
+        return tensor
+    chunks = tensor.chunk(size)
+    return chunks[rank] if rank < len(chunks) else tensor[:0]
+
+
+def _dealt(part: Part) -> Update:
+    return update_of(part.rows, part.denominators)
+
+
+def _part(update: Update) -> Part:
+    return Part(rows_of(update), Denominators(update.rollouts, update.tokens, update.max_tokens))
 
 
 def equal_shares(count: int, shares: int) -> list[slice]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from consumers.claim import Claim
 from consumers.parts import Parts
 from consumers.progress import Progress
+from consumers.ranks.orders import Publish
+from consumers.worker import Worker
 from headrace.telemetry.clock import now
 from headrace.version import PolicyVersion
 from weightsync.publisher import Publisher
@@ -13,10 +15,11 @@ from weightsync.publisher import Publisher
 class Versions:
     """One at a time, by the train loop only."""
 
-    def __init__(self, claim: Claim, parts: Parts, publisher: Publisher, progress: Progress) -> None:
+    def __init__(self, claim: Claim, parts: Parts, publisher: Publisher, progress: Progress, worker: Worker) -> None:
         self._port = claim.port
         self._parts = parts
         self._publisher = publisher
+        self._worker = worker
         self._progress = progress
         self._announced = 0
         """How often Redis had been made whole when the head was announced last."""
@@ -28,7 +31,8 @@ class Versions:
         mended = self._port.mended
         begin = now()
         with self._parts.lane.during("weight_publish"):
-            done = await self._publisher.publish(version, self._parts.trainer.parameters())
+            await self._worker(lambda: self._parts.ranks.tell(Publish(version)))
+            done = await self._publisher.publish(version, self._parts.trainer.rows())
         nbytes = self._parts.layout.nbytes
         self._progress.note("publish", version=str(version), begin=begin, end=now(), nbytes=nbytes, published=done)
         self.unpublished = None if done else version

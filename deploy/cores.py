@@ -29,7 +29,7 @@ class Cores:
         if config.run.placement != "disaggregated":
             # One device: the cores that the one with more threads needs.
             return cls(cores[: max(config.trainer.threads, config.producer.threads)] if on_cpu else (), shared=True)
-        needed = config.trainer.threads + config.producer.count * config.producer.threads
+        needed = config.trainer.ranks * config.trainer.threads + config.producer.count * config.producer.threads
         return cls(cores if on_cpu and needed <= len(cores) else ())
 
     def take(self, name: str, count: int) -> frozenset[int] | None:

@@ -52,7 +52,8 @@ class Services:
         """What starts the part that was made last of this role; called with whether it is started again."""
         threads = self._threads(role)
         port = self._port(role)
-        cores = self.cores.take(name, threads) if role != "weights" else None
+        processes = self.config.trainer.ranks if role == "trainer" else 1
+        cores = self.cores.take(name, processes * threads) if role != "weights" else None
 
         def command(again: bool) -> Command:
             resume = ("--resume",) if role == "trainer" and (again or self.resume) else ()

@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, HeadraceError, ServiceError
 from headrace.files import at_home, write_json
 from headrace.words import counted
 
-MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port"})
+MAY_CHANGE = frozenset({"producer.count", "run.steps", "telemetry.port", "trainer.ranks"})
 """Keys that `--resume` may give another value: no step that was made depends on them."""
 _PORTS = 1 << 16
 

@@ -88,10 +88,28 @@ class TrainerConfig(Section):
     """Compute each layer once more in the backward pass, and keep its input only: less memory, a third more to compute."""
     autocast: Literal["auto", "bfloat16", "off"] = "auto"
     threads: Threads = 1
+    """Of each rank."""
+    ranks: int = Field(1, ge=1, le=4096)
+    """Processes that make each step together, all on this host; `torchrun` decides it for those that it starts."""
+    backend: Literal["auto", "nccl", "ucc", "gloo"] = "auto"
+    """How ranks exchange gradients and weights; "auto" is nccl on GPUs and gloo on CPUs."""
+    ranks_silent_s: float = Field(120.0, gt=0, le=WEEK_S)
+    """A rank that answers the others not even that it lives for so long is taken for dead."""
     without_producers: Literal["wait", "end"] = "wait"
     """Whether a run that no producer plays for waits for one, or ends as failed."""
     without_producers_s: float = Field(600.0, gt=0, le=WEEK_S)
     """Until it ends, the time in which producers load included; a run that waits says so all the time."""
+
+
+def check_ranks(trainer: TrainerConfig, ranks: int) -> None:
+    """Raises ValueError for more ranks than an optimizer update has groups."""
+    groups = trainer.groups_per_step // trainer.minibatches
+    if ranks > groups:
+        raise ValueError(
+            f"trainer.ranks: {ranks} is more than the {groups} groups of an optimizer update "
+            f"(trainer.groups_per_step = {trainer.groups_per_step}, trainer.minibatches = {trainer.minibatches}); start "
+            "fewer, or raise the groups"
+        )
 
 
 def check_trainer(trainer: TrainerConfig, max_new_tokens: int) -> None:
@@ -107,6 +125,7 @@ def check_trainer(trainer: TrainerConfig, max_new_tokens: int) -> None:
             f"trainer.minibatches: {trainer.minibatches} is more than trainer.groups_per_step = "
             f"{trainer.groups_per_step}; lower it, or raise the groups"
         )
+    check_ranks(trainer, trainer.ranks)
     if trainer.schedule != "constant" and trainer.final_learning_rate > trainer.learning_rate:
         raise ValueError(
             f"trainer.final_learning_rate: {trainer.final_learning_rate:g} is above trainer.learning_rate = "

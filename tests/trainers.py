@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,8 @@ class Player:
         self.reward: float | None = None
         """Of every rollout; then none has an advantage, and steps cost nothing. None depends on the tokens."""
         self.paused = False
+        self.most = sys.maxsize
+        """Tasks that it answers; the next one after them it does not even take."""
         self.may_be_superseded = False
         self.logprob = -5.55
         """Of every token: about what the tiny model gives it."""
@@ -70,7 +74,7 @@ class Player:
 
     async def play(self) -> None:
         while not self.ended.is_set():
-            if self.paused:
+            if self.paused or len(self.answered) >= self.most:
                 await asyncio.sleep(0.01)
                 continue
             for delivery in await self.port.take("player", 2, 100):
@@ -142,11 +146,18 @@ class Trainers:
         self.environment = {**os.environ, "HEADRACE_REDIS_URL": url, "HEADRACE_RUN": run_id, "OMP_NUM_THREADS": "1"}
         self.started: list[WarmProcess] = []
 
-    def start(self, *options: str, first: str = "") -> WarmProcess:
+    def start(self, *options: str, first: str = "", **environment: str) -> WarmProcess:
         """`first` is Python that the process runs before it becomes a trainer."""
         log = self._folder / f"trainer-{len(self.started)}.log"
-        self.started.append(WarmProcess("consumers", options, self.environment, log, first))
+        self.started.append(WarmProcess("consumers", options, {**self.environment, **environment}, log, first))
         return self.started[-1]
+
+    def start_ranks(self, size: int, *options: str, first: str = "", **environment: str) -> list[WarmProcess]:
+        """All ranks of one trainer, as `torchrun` starts them."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+        return [self.start(*options, first=first, RANK=str(rank), LOCAL_RANK=str(rank), **told) for rank in range(size)]
 
     async def end(self, process: WarmProcess, seconds: float = PATIENCE_S) -> str:
         """Wait for its end; returns what it wrote to stderr."""

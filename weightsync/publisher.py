@@ -294,11 +294,16 @@ class Publisher:
         return self._counted() < self._max_live
 
     def _own(self) -> list[SegmentName]:
-        return [name for name in self._arena.segments(self._run_id) if name.part == self._part]
+        """Rank 0's are also those of ranks that there are no longer."""
+        return [
+            name
+            for name in self._arena.segments(self._run_id)
+            if name.part == self._part or (self._part == 0 and name.part >= self._layout.parts)
+        ]
 
     def _counted(self) -> int:
-        """Segments of this rank's that take room."""
-        return len([name for name in self._own() if name.version not in self._pins])
+        """Versions that take room."""
+        return len({name.version for name in self._own() if name.version not in self._pins})
 
     async def _pinned(self) -> set[PolicyVersion]:
         """Of the last answer, where there is none now."""

@@ -9,7 +9,7 @@ from typing import Any
 from broker.api import Peer, RunRecord
 from headrace.errors import WireError
 
-_ROLES = ("producer", "trainer", "weights", "launcher")
+_ROLES = ("producer", "trainer", "weights", "launcher", "rank")
 
 
 def encode_record(record: RunRecord) -> bytes:

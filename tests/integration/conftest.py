@@ -61,29 +61,34 @@ def trainers(redis_url: str, run_id: str, tmp_path: Path) -> Iterator[Trainers]:
 async def begin(
     redis_url: str, run_id: str, tiny_model: Path, tmp_path: Path, no_key_left: None
 ) -> AsyncIterator[Begin]:
-    """Creates the run and a player: `port, player, folder = await begin(trainer={…})`."""
+    """Creates the run and a player: `port, player, folder = await begin(trainer={…})`. With `beside` it is another run
+    than the test's, whose id and folder end so."""
     runs = connect_runs(redis_url, BROKER)
     ports: list[Run] = []
     players: list[tuple[Player, asyncio.Task[None]]] = []
 
-    async def make(**sections: dict[str, Any]) -> tuple[Run, Player, Path]:
+    made: list[str] = []
+
+    async def make(*, beside: str = "", **sections: dict[str, Any]) -> tuple[Run, Player, Path]:
+        made.append(f"{run_id}{beside}")
+        folder = tmp_path / f"run{beside}"
         record = RunRecord(
-            run_id,
+            made[-1],
             SCHEMA,
             config(tiny_model, **sections).model_dump(mode="json"),
             model_digests(tiny_model),
             VOCABULARY,
             int(time.time() * 1000),
-            str(tmp_path / "run"),
+            str(folder),
             {"train/arithmetic": 50, "eval/arithmetic": 5},
         )
-        (tmp_path / "run").mkdir()
+        folder.mkdir()
         await runs.create(record)
-        ports.extend(connect_run(redis_url, run_id, BROKER) for _ in range(2))
-        player = Player(ports[1])
+        ports.extend(connect_run(redis_url, made[-1], BROKER) for _ in range(2))
+        port, player = ports[-2], Player(ports[-1])
         await player.port.join(Hello("player", SCHEMA, record.digests, "here", os.getpid()))
         players.append((player, asyncio.create_task(player.play())))
-        return ports[0], player, tmp_path / "run"
+        return port, player, folder
 
     yield make
     for player, task in players:
@@ -91,5 +96,6 @@ async def begin(
         await task
     for port in ports:
         await port.close()
-    await runs.delete(run_id)
+    for one in made:
+        await runs.delete(one)
     await runs.close()

@@ -17,7 +17,6 @@ which kills it. The process ends by itself when that one has closed the socket.
 from __future__ import annotations
 
 import fcntl
-import importlib
 import json
 import mmap
 import os
@@ -30,8 +29,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-PLUGINS_VARIABLE = "HEADRACE_TORCH_BACKENDS"
-"""Modules, separated by commas, that register backends with torch when they are imported."""
+from headrace.policy.backends import usable_backends
+
 MAX_PACKET = 4096
 _FAULTS = (RuntimeError, AssertionError, ValueError, TypeError, OSError, ImportError, KeyError)
 """What torch raises for a backend it lacks, a peer that is gone, a time that ran out; and a plugin that fails."""
@@ -54,21 +53,14 @@ class End:
         torch.set_num_threads(1)
         self._torch = torch
         self._dist: Any = torch.distributed
-        for name in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
-            importlib.import_module(name.strip())
+        self._backends = usable_backends()
         self._peer = 0
         self._device = "cpu"
         self._scratch = memoryview(b"")
 
     def backends(self) -> list[str]:
         """What this torch can use here, the best first."""
-        dist = self._dist
-        has = {
-            "nccl": dist.is_nccl_available() and self._torch.cuda.is_available(),
-            "ucc": dist.is_ucc_available() or "UCC" in dist.Backend._plugins,
-            "gloo": dist.is_gloo_available(),
-        }
-        return [name for name, there in has.items() if there]
+        return self._backends
 
     def follow(self, order: dict[str, Any], file: int | None) -> Iterator[dict[str, Any]]:
         """The answers. Raises what torch raises."""

@@ -1,0 +1,213 @@
+"""A trainer of two ranks: real processes that exchange by gloo, against a real Redis and a producer that plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.errors import ConfigError, ServiceError
+from tests.trainers import Begin, Trainers, lines, wait_until
+
+# At lag 0 nothing depends on who is how fast.
+EXACT = {"run": {"steps": 4}, "staleness": {"max_lag": 0}, "evaluation": {"prompts": 0}, "trainer": {"minibatches": 1}}
+DIES = """
+import os, signal
+if os.environ["RANK"] == "{rank}":
+    from {module} import {owner}
+    real, calls = {owner}.{method}, 0
+    def dying(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == {call}:
+            {death}
+        return real(*arguments, **named)
+    {owner}.{method} = dying
+"""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+MOMENTS = {
+    "in a forward pass": ("consumers.trainer", "Trainer", "_accumulate", 3),
+    "in the optimizer": ("consumers.trainer", "Trainer", "_move", 3),
+    "while it publishes": ("weightsync.publisher", "Publisher", "_fill", 3),
+    "before anything is loaded": ("consumers.parts", "Layout", "of", 1),
+}
+TOLERANCE = 1e-5
+"""Of a weight after four steps at a learning rate of 1e-3: sums over two ranks are taken in another order."""
+
+
+def weights(folder: Path) -> torch.Tensor:
+    """Of the newest checkpoint, flat."""
+    newest = max((folder / "checkpoints").glob("*/[0-9]*"), key=lambda path: path.name)
+    tensors = load_file(newest / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+async def alone(begin: Begin, trainers: Trainers, beside: str, ranks: int = 1, **sections: object) -> Path:
+    """The folder of the same run by a trainer of so many ranks that nothing happens to."""
+    port, _, folder = await begin(beside=beside, **{**EXACT, **sections})
+    run_id = (await port.record()).run_id
+    started = trainers.start_ranks(ranks, HEADRACE_RUN=run_id)
+    for process in started:
+        stderr = await trainers.end(process)
+        assert process.returncode == 0, stderr
+    return folder
+
+
+async def test_two_ranks_equal_one_on_the_same_stream(begin: Begin, trainers: Trainers) -> None:
+    port, _player, folder = await begin(**EXACT)
+    started = trainers.start_ranks(2)
+    for process in started:
+        stderr = await trainers.end(process)
+        assert process.returncode == 0, stderr
+    one = await alone(begin, trainers, "-one")
+
+    made, same = lines(folder), lines(one)
+    assert [line["step"] for line in made] == [1, 2, 3, 4]
+    for ours, theirs in zip(made, same, strict=True):
+        for name in ("loss", "grad_norm", "mismatch", "ratio_p99", "effective"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name
+        for name in ("rollouts", "loss_tokens", "reward", "lag", "skipped", "without_advantage"):
+            assert ours[name] == theirs[name], name
+    assert float((weights(folder) - weights(one)).abs().max()) < TOLERANCE
+    assert json.loads((folder / "summary.json").read_text())["balance"]["train"]["verdicts"] == {"trained": 8}
+    spans = [json.loads(line) for line in (folder / "trainer-1.jsonl").read_text().splitlines()]
+    assert {"forward_backward", "gradient_sync", "wait_order", "weight_publish"} <= {
+        phase for line in spans if line["event"] == "spans" for phase, _ in line.get("spans", [])
+    }
+    assert not [peer for peer in await port.peers() if peer.role in ("trainer", "rank")]
+
+
+def dies(rank: int, moment: tuple[str, str, str, int], death: str = KILLED) -> str:
+    """Python by which a rank ends itself at a call of a method."""
+    module, owner, method, call = moment
+    return DIES.format(rank=rank, module=module, owner=owner, method=method, call=call, death=death)
+
+
+def torchrun(trainers: Trainers, size: int, *options: str) -> subprocess.Popen[str]:
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(size),
+        "-m",
+        "consumers",
+        *options,
+    ]
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=trainers.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_rank_killed_at_any_time_costs_nothing(
+    begin: Begin, trainers: Trainers, rank: int, moment: str
+) -> None:
+    _, _, folder = await begin(**EXACT)
+    started = trainers.start_ranks(2, first=dies(rank, MOMENTS[moment]))
+    said = [await trainers.end(process) for process in started]
+    assert started[rank].returncode == -signal.SIGKILL
+    assert started[1 - rank].returncode == ServiceError.exit_code
+    assert "another rank has died, and the trainer ends with it; --resume goes on" in said[1 - rank].splitlines()[-1]
+    assert "Traceback" not in said[1 - rank]
+    for process in trainers.start_ranks(2, "--resume"):
+        stderr = await trainers.end(process)
+        assert process.returncode == 0, stderr
+    whole = await alone(begin, trainers, "-whole", ranks=2)
+    assert torch.equal(weights(folder), weights(whole))
+    assert json.loads((folder / "summary.json").read_text())["balance"]["train"]["verdicts"] == {"trained": 8}
+
+
+async def test_an_error_in_one_rank_ends_all_with_its_reason(begin: Begin, trainers: Trainers) -> None:
+    await begin(**EXACT)
+    moment = ("consumers.trainer", "Trainer", "_accumulate", 2)
+    started = trainers.start_ranks(2, first=dies(1, moment, 'raise ValueError("the loss has no value")'))
+    said = [await trainers.end(process) for process in started]
+    assert started[0].returncode == ServiceError.exit_code
+    assert said[0].splitlines()[-1].endswith("rank 1: ValueError: the loss has no value")
+    assert "Traceback" not in said[0]
+    assert started[1].returncode not in (0, None)
+
+
+async def test_a_rank_that_hangs_ends_the_others_in_time(begin: Begin, trainers: Trainers) -> None:
+    _, _, folder = await begin(**{**EXACT, "run": {"steps": 1000}, "trainer": {"ranks_silent_s": 2.0}})
+    first, second = trainers.start_ranks(2)
+    await wait_until(lambda: len(lines(folder)) >= 1, "a step is made")
+    second.send_signal(signal.SIGSTOP)
+    stderr = await trainers.end(first)
+    assert first.returncode == ServiceError.exit_code
+    assert "another rank was silent for 2 s, and the trainer ends with it" in stderr.splitlines()[-1]
+
+
+async def test_a_trainer_starts_its_ranks_itself(begin: Begin, trainers: Trainers) -> None:
+    """And says which of them died."""
+    port, _, folder = await begin(**{**EXACT, "run": {"steps": 1000}, "trainer": {"ranks": 2}})
+    process = trainers.start()
+    await wait_until(lambda: len(lines(folder)) >= 1, "a step is made")
+
+    async def said() -> bool:
+        return any(peer.name == "trainer-1" and peer.state["version"] for peer in await port.peers())
+
+    await wait_until(said, "rank 1 says what it published")
+    process.terminate()
+    stderr = await trainers.end(process)
+    assert process.returncode == 0, stderr
+    again = trainers.start("--resume")
+    made = len(lines(folder))
+    await wait_until(lambda: len(lines(folder)) > made, "another step is made")
+    (child,) = [peer.pid for peer in await port.peers() if peer.name == "trainer-1" and peer.alive]
+    os.kill(child, signal.SIGKILL)
+    stderr = await trainers.end(again)
+    assert again.returncode == ServiceError.exit_code
+    assert f"rank 1 (process {child}) was killed by SIGKILL, and the trainer ends with it" in stderr.splitlines()[-1]
+
+
+async def test_a_run_goes_on_with_other_numbers_of_ranks(begin: Begin, trainers: Trainers) -> None:
+    """One, then two by torchrun, then one."""
+    _, player, folder = await begin(**EXACT)
+    player.most = 2
+    first = trainers.start()
+    await wait_until(lambda: len(lines(folder)) == 1, "one rank makes a step")
+    first.terminate()
+    assert "Traceback" not in await trainers.end(first)
+    player.most = 4
+    with torchrun(trainers, 2, "--resume") as process:
+        await wait_until(lambda: len(lines(folder)) == 2, "two ranks make one")
+        process.terminate()
+        said, _ = await asyncio.to_thread(process.communicate, timeout=100)
+    assert (folder / "checkpoints" / "2" / "00000002" / "state.json").exists(), said
+    player.most = sys.maxsize
+    last = trainers.start("--resume")
+    stderr = await trainers.end(last)
+    assert last.returncode == 0, stderr
+    one = await alone(begin, trainers, "-one")
+    assert float((weights(folder) - weights(one)).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "said"),
+    [
+        ({"backend": "nccl"}, 2, 'trainer.backend = "nccl" moves tensors between GPUs, and model.device = "auto"'),
+        ({"backend": "ucc"}, 2, 'trainer.backend = "ucc" cannot be used: this torch is built without UCC'),
+        ({}, 3, "trainer.ranks: 3 is more than the 2 groups of an optimizer update (trainer.groups_per_step = 2"),
+    ],
+)
+async def test_ranks_that_cannot_be_are_one_sentence(
+    begin: Begin, trainers: Trainers, given: dict[str, str], size: int, said: str
+) -> None:
+    await begin(**{**EXACT, "trainer": given})
+    process = trainers.start(RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    stderr = await trainers.end(process)
+    assert process.returncode == ConfigError.exit_code, stderr
+    assert said in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
