@@ -60,8 +60,7 @@ async def lead(service: Service, told: Invocation, config: Config, port: Run, ra
 
     taken = await take_run(port, told.resume)
     lane, metrics = trainer_lane(config), Metrics(told.run_id, told.name)
-    labels = {environment.called for environment in config.environments}
-    folder = Path(taken.record.folder)
+    labels, folder = {environment.called for environment in config.environments}, Path(taken.record.folder)
     progress = Progress(folder, lane, metrics, taken.fence.incarnation, labels, external_lanes(config))
     progress.record()
     try:

@@ -106,9 +106,9 @@ def check_ranks(trainer: TrainerConfig, ranks: int) -> None:
     groups = trainer.groups_per_step // trainer.minibatches
     if ranks > groups:
         raise ValueError(
-            f"trainer.ranks: {ranks} is more than the {groups} groups of an optimizer update "
-            f"(trainer.groups_per_step = {trainer.groups_per_step}, trainer.minibatches = {trainer.minibatches}); start "
-            "fewer, or raise the groups"
+            f"trainer.ranks: {ranks} is more than the {groups} groups of an optimizer update (trainer.groups_per_step "
+            f"= {trainer.groups_per_step}, trainer.minibatches = {trainer.minibatches}); start fewer, or raise "
+            "groups_per_step"
         )
 
 

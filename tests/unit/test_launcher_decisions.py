@@ -109,6 +109,7 @@ def test_each_torch_process_has_its_own_cores_when_there_are_enough() -> None:
     [
         (["producer.count=2"], [0, 1], False),
         (["producer.threads=2"], [0, 1], False),
+        (["trainer.ranks=2"], [0, 1], False),
         ([], [0, 1], True),
         (["model.device=cuda"], [0, 1], False),
     ],
@@ -118,6 +119,20 @@ def test_nothing_is_pinned_when_cores_are_too_few_or_a_gpu_computes(
 ) -> None:
     cores = Cores.for_run(resolve(None, {}, overrides).config, available, gpu=gpu)
     assert cores.take("trainer", 1) is None
+
+
+def test_the_ranks_of_a_trainer_share_its_cores() -> None:
+    overrides = ["trainer.ranks=2", "trainer.threads=2"]
+    services = Services(
+        resolve(None, {}, overrides).config,
+        RunFolder(Path("r1")),
+        "redis://h",
+        Cores.for_run(resolve(None, {}, overrides).config, range(5), gpu=False),
+        resume=False,
+    )
+    part = services.command("trainer", "trainer")(False)
+    assert part.cores == frozenset({0, 1, 2, 3})
+    assert part.env["OMP_NUM_THREADS"] == "2"
 
 
 def test_the_cpu_is_pinned_where_it_is_named() -> None:
