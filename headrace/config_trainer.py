@@ -85,7 +85,7 @@ class TrainerConfig(Section):
     token_budget: int = Field(2048, ge=16, le=LARGEST_COUNT)
     """Tokens of one microbatch, shared prompts counted once."""
     activation_checkpointing: bool = False
-    """Compute each layer once more in the backward pass, and keep its input only: less memory, a third more to compute."""
+    """Compute each layer once more in the backward pass, and keep only its input: less memory, a third more work."""
     autocast: Literal["auto", "bfloat16", "off"] = "auto"
     threads: Threads = 1
     """Of each rank."""
