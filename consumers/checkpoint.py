@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from broker.messages import Verdict
 from consumers import placing
+from consumers.ranks.sharding import placed
 from headrace.errors import CheckpointError
 from headrace.version import PolicyVersion
 
@@ -193,7 +194,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loaded: Lo
         raise CheckpointError(f"checkpoint {loaded.folder} is of another model than the run's")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(loaded.model[name])
+            parameter.copy_(placed(loaded.model[name], parameter))
     for key, value in loaded.optimizer.items():
         kind, _, name = key.partition(".")
         if kind == "random":
@@ -201,7 +202,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loaded: Lo
         else:
             parameter = parameters[name]
             # AdamW keeps its count of steps as a float32 scalar on the device, the moments in the parameter's dtype.
-            optimizer.state[parameter][kind] = value.to(parameter.device)
+            optimizer.state[parameter][kind] = placed(value, parameter) if value.dim() else value.to(parameter.device)
 
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -23,7 +23,6 @@ from consumers.lag import History
 from consumers.outputs import Outputs
 from consumers.parts import Parts
 from consumers.progress import Progress
-from consumers.ranks.orders import Restore
 from consumers.resume import Replay, plan_replay
 from consumers.rollback import Asked, Rollbacks
 from consumers.saving import Saver
@@ -250,11 +249,7 @@ class Course:
         self.rollbacks.done(asked, batch.version)
 
     async def _restore(self, content: Content) -> None:
-        def restore() -> None:
-            self.parts.ranks.tell(Restore())
-            self.parts.trainer.restore(content.tensors)
-
-        await self.worker(restore)
+        await self.worker(lambda: self.parts.trainer.restore(content.tensors))
 
     # -- the end
 
@@ -300,7 +295,7 @@ class Course:
         def prepare() -> None:
             model = load_model(self.parts.model_folder, self.parts.config.model.wire_dtype, "cpu")
             origin = export.Origin(self.parts.run_id, self.claim.books.version)
-            export.prepare(self.parts.trainer.parameters(), origin, model, self.parts.model_folder, work)
+            export.prepare(self.parts.trainer.weights(), origin, model, self.parts.model_folder, work)
 
         await self.worker(prepare)
 

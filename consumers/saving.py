@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from consumers.checkpoint import RunPosition, optimizer_tensors
+from consumers.checkpoint import RunPosition
 from consumers.claim import Claim
 from consumers.ingest import SeenTasks
 from consumers.parts import Parts
@@ -89,8 +89,7 @@ class Saver:
         config = parts.config.model_dump(mode="json")
 
         def prepare() -> Path:
-            optimizer = optimizer_tensors(parts.model, parts.trainer.optimizer)
-            return parts.checkpoints.prepare(position, config, parts.trainer.parameters(), optimizer)
+            return parts.checkpoints.prepare(position, config, *parts.trainer.state())
 
         with parts.lane.during("checkpoint"):
             final = await self._worker(prepare)

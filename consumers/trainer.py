@@ -15,6 +15,7 @@ import torch
 from broker.messages import Group
 from consumers.advantages import advantage
 from consumers.advantages.rewards import overlong
+from consumers.checkpoint import optimizer_tensors
 from consumers.drift import Drift, Measured, Measuring
 from consumers.forward import Forward
 from consumers.losses import method
@@ -22,7 +23,8 @@ from consumers.losses.correction import correction
 from consumers.losses.tokens import Denominators, LossTokens
 from consumers.packing import Row, Sample, pack_shares
 from consumers.ranks.group import Ranks
-from consumers.ranks.orders import Train, Update, rows_of, update_of
+from consumers.ranks.orders import Gather, Order, Restore, Train, Update, rows_in, update_of
+from consumers.ranks.sharding import placed, rows_of, shard, whole
 from consumers.schedule import learning_rate
 from headrace.config import Config
 from headrace.config_trainer import TrainerConfig
@@ -117,6 +119,9 @@ class Trainer:
         self._reference = None
         if reference is not None:
             self._reference = Forward(reference, lane, temperature, autocast=self.autocast)
+        if ranks.sharded:
+            for sharded in (model, reference) if reference is not None else (model,):
+                shard(sharded, ranks.size)
         # Where a distribution was cut, log-probs differ by right.
         self._comparable = config.sampling.top_p == 1.0 and not config.sampling.top_k
         self.optimizer = torch.optim.AdamW(
@@ -128,7 +133,10 @@ class Trainer:
         )
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name to float32 master weight, tied ones once; the tensors themselves, which a step changes in place."""
+        """Name to float32 master weight, tied ones once; the tensors themselves, which a step changes in place.
+
+        Where ranks have parts of the model, each is a DTensor.
+        """
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def roofline(self) -> Roofline:
@@ -143,19 +151,46 @@ class Trainer:
     def rows(self) -> dict[str, torch.Tensor]:
         """The same, of each its rows that this rank publishes: those of `torch.chunk`. Scalars are every rank's."""
         rank, size = self._ranks.rank, self._ranks.size
-        return {name: rows_at(tensor, rank, size) for name, tensor in self.parameters().items()}
+        return {name: rows_of(tensor, rank, size) for name, tensor in self.parameters().items()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Name to whole float32 master weight; those of ranks that have parts of them are gathered on the CPU."""
+        if not self._ranks.sharded:
+            return self.parameters()
+        self._ranks.tell(Gather())
+        return self._gathered(self.parameters())
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Weights as above, and the optimizer's state as a checkpoint has it."""
+        optimizer = optimizer_tensors(self._model, self.optimizer)
+        if not self._ranks.sharded:
+            return self.parameters(), optimizer
+        self._ranks.tell(Gather(optimizer=True))
+        return self._gathered(self.parameters()), self._gathered(optimizer)
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take these weights, by the names of `parameters`, and forget the optimizer's moments: they are of others.
 
-        They are rank 0's; of the others nothing is used.
+        Rank 0 has them.
         """
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                given = tensors.get(name, torch.empty(0))
-                mine = torch.empty(parameter.shape) if self._ranks.rank else given.to("cpu", torch.float32).contiguous()
-                parameter.copy_(self._ranks.spread(mine))
-        self.optimizer.state.clear()
+        self._ranks.tell(Restore())
+        self._take(tensors)
+
+    def follow(self, order: Order) -> None:
+        """What rank 0 does, on another rank."""
+        self._lane.bind()
+        if isinstance(order, Train):
+            self._make([_part(update) for update in order.updates], order.step)
+        elif isinstance(order, Restore):
+            with self._lane.during("restore"):
+                self._take({})
+        elif isinstance(order, Gather):
+            with self._lane.during("checkpoint"):
+                self._gathered(self.parameters())
+                if order.optimizer:
+                    self._gathered(optimizer_tensors(self._model, self.optimizer))
+        else:
+            raise TypeError(f"{type(order).__name__} is nothing that a trainer does")
 
     def train(self, groups: Sequence[Group], step: int, incarnation: int) -> StepResult:
         """One step of an incarnation; `step` counts from 0, and is that of the version that is trained.
@@ -193,11 +228,6 @@ class Trainer:
             skipped=next((why for _, _, why in updates if why), "") if updates else "no rollout has an advantage",
         )
 
-    def follow(self, order: Train) -> None:
-        """This rank's share of a step that rank 0 makes."""
-        self._lane.bind()
-        self._make([_part(update) for update in order.updates], order.step)
-
     def _make(self, parts: Sequence[Part], step: int) -> tuple[list[tuple[float, float, str]], Drift]:
         """This rank's parts of the updates of a step. Returns what `_update` does, the same on every rank, and the
         drift over all of them."""
@@ -208,6 +238,23 @@ class Trainer:
             updates.append(self._update(part, of_part, measuring, step, first=not updates))
         measured = self._ranks.gather(measuring.measured().encode())
         return updates, measuring.drift([Measured.decode(one) for one in measured])
+
+    def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                given = tensors.get(name, torch.empty(0))
+                mine = torch.empty(parameter.shape) if self._ranks.rank else given.to("cpu", torch.float32).contiguous()
+                parameter.copy_(placed(self._ranks.spread(mine), parameter))
+        self.optimizer.state.clear()
+
+    def _gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole, on the CPU of rank 0; the others only give."""
+        found = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if self._ranks.rank == 0:
+                found[name] = full.cpu()
+        return found
 
     def _samples(self, groups: Sequence[Group]) -> list[list[Sample]]:
         """The rollouts of each group with their advantages."""
@@ -302,7 +349,7 @@ class Trainer:
 
     def _move(self, total: float, step: int) -> tuple[float, str]:
         """Clip and step, unless something is not finite; (gradient norm, why it was skipped)."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)))
         skipped = ""
         if not math.isfinite(total):
             skipped = "the loss is not finite"
@@ -316,20 +363,12 @@ class Trainer:
         return norm, skipped
 
 
-def rows_at(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What `torch.chunk` gives one of `size` ranks; a scalar is everybody's."""
-    if size == 1 or not tensor.dim():
-        return tensor
-    chunks = tensor.chunk(size)
-    return chunks[rank] if rank < len(chunks) else tensor[:0]
-
-
 def _dealt(part: Part) -> Update:
     return update_of(part.rows, part.denominators)
 
 
 def _part(update: Update) -> Part:
-    return Part(rows_of(update), Denominators(update.rollouts, update.tokens, update.max_tokens))
+    return Part(rows_in(update), Denominators(update.rollouts, update.tokens, update.max_tokens))
 
 
 def equal_shares(count: int, shares: int) -> list[slice]:

@@ -91,6 +91,8 @@ class TrainerConfig(Section):
     """Of each rank."""
     ranks: int = Field(1, ge=1, le=4096)
     """Processes that make each step together, all on this host; `torchrun` decides it for those that it starts."""
+    parallel: Literal["data", "fsdp"] = "data"
+    """Of several ranks: each has the whole model, or FSDP2 spreads it with its gradients and moments over all."""
     backend: Literal["auto", "nccl", "ucc", "gloo"] = "auto"
     """How ranks exchange gradients and weights; "auto" is nccl on GPUs and gloo on CPUs."""
     ranks_silent_s: float = Field(120.0, gt=0, le=WEEK_S)

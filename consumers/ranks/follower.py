@@ -21,7 +21,7 @@ from consumers.lines import Lines
 from consumers.parts import Model, load
 from consumers.ranks.alarm import PERIOD_S
 from consumers.ranks.group import PublishingRanks, Ranks, reason_of
-from consumers.ranks.orders import Begin, End, Order, Publish, Restore, Train
+from consumers.ranks.orders import Begin, End, Order, Publish
 from consumers.waiting import wait_for
 from consumers.worker import Worker
 from headrace.config import Config
@@ -157,18 +157,13 @@ class Follower:
 
     async def _do(self, order: Order) -> None:
         trainer = self.model.trainer
-        if isinstance(order, Train):
+        if not isinstance(order, Publish):
             await self.worker(lambda: trainer.follow(order))
-        elif isinstance(order, Restore):
-            with self.lane.during("restore"):
-                await self.worker(lambda: trainer.restore({}))
-        elif isinstance(order, Publish):
-            with self.lane.during("weight_publish"):
-                version = PolicyVersion(*order.version)
-                await self.publisher.publish(version, trainer.rows())
-                self.version = str(version)
-        else:
-            raise ServiceError(f"rank 0 ordered {type(order).__name__}, which this rank does not know")
+            return
+        with self.lane.during("weight_publish"):
+            version = PolicyVersion(*order.version)
+            await self.publisher.publish(version, trainer.rows())
+            self.version = str(version)
 
     def _state(self) -> dict[str, Any]:
         return {

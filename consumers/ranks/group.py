@@ -23,9 +23,19 @@ EXPLAINED_S = 3.0
 class Ranks:
     """Methods that exchange something are called by all ranks, in the same order, on the worker's thread."""
 
-    def __init__(self, rank: int = 0, size: int = 1, local: int = 0, children: Children | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local: int = 0,
+        children: Children | None = None,
+        *,
+        sharded: bool = False,
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.sharded = sharded
+        """Each has a part of the model only."""
         self._children = children
         self.local = local
         """Number of this process on its host: the GPU that is its own."""
@@ -68,8 +78,8 @@ class Ranks:
         return tensor
 
     def reduce_gradients(self, model: torch.nn.Module) -> None:
-        """Each parameter's gradient becomes the sum over all ranks, of which each has one."""
-        if self.size > 1:
+        """Each parameter's gradient, which each rank has, becomes the sum over all. FSDP2 has done so already."""
+        if self.size > 1 and not self.sharded:
             pending: list[Any] = [
                 dist.all_reduce(parameter.grad, async_op=True)
                 for parameter in model.parameters()
@@ -127,11 +137,13 @@ class PublishingRanks:
         self._ranks = ranks
 
     async def gather(self, mine: bytes) -> list[bytes]:
+        """Raises ServiceError with the reason of a rank that has failed, WeightError where none is known."""
         channel = self._ranks._parts
-        if channel is None:
-            return [mine]
+        return [mine] if channel is None else await asyncio.to_thread(self._gather, channel, mine)
+
+    def _gather(self, channel: Channel, mine: bytes) -> list[bytes]:
         try:
             with self._ranks.explaining():
-                return await asyncio.to_thread(channel.gather, mine)
-        except (RuntimeError, ServiceError) as error:
+                return channel.gather(mine)
+        except RuntimeError as error:
             raise WeightError(f"a weight version is not published: {error}") from error

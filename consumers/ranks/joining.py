@@ -181,6 +181,6 @@ def _connected(config: Config, name: str, place: _Place, backend: str, store: An
     def dead() -> str:
         return children.dead(DEAD_S) if children is not None else ""
 
-    ranks = Ranks(place.rank, place.size, place.local, children)
+    ranks = Ranks(place.rank, place.size, place.local, children, sharded=config.trainer.parallel == "fsdp")
     ranks.connect(orders, parts, Alarm(alarm, name, silent_s, dead))
     return ranks

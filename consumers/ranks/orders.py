@@ -92,7 +92,7 @@ def update_of(rows: Sequence[Row], denominators: Denominators) -> Update:
     return Update(packed, denominators.rollouts, denominators.tokens, denominators.max_tokens)
 
 
-def rows_of(update: Update) -> list[Row]:
+def rows_in(update: Update) -> list[Row]:
     """With arrays that may be written to, as torch wants them."""
     return [
         Row(

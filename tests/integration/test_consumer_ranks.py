@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, ServiceError
 from tests.trainers import Begin, Trainers, lines, wait_until
 
 # At lag 0 nothing depends on who is how fast.
-EXACT = {"run": {"steps": 4}, "staleness": {"max_lag": 0}, "evaluation": {"prompts": 0}, "trainer": {"minibatches": 1}}
+EXACT = {"run": {"steps": 4}, "staleness": {"max_lag": 0}, "evaluation": {"prompts": 0}}
 DIES = """
 import os, signal
 if os.environ["RANK"] == "{rank}":
@@ -61,13 +61,16 @@ async def alone(begin: Begin, trainers: Trainers, beside: str, ranks: int = 1, *
     return folder
 
 
-async def test_two_ranks_equal_one_on_the_same_stream(begin: Begin, trainers: Trainers) -> None:
-    port, _player, folder = await begin(**EXACT)
+@pytest.mark.parametrize("parallel", ["data", "fsdp"])
+async def test_two_ranks_equal_one_on_the_same_stream(begin: Begin, trainers: Trainers, parallel: str) -> None:
+    # With a penalty, so that the reference model is asked as well.
+    sections = {"trainer": {"parallel": parallel, "kl_coefficient": 0.1}}
+    port, _player, folder = await begin(**EXACT, **sections)
     started = trainers.start_ranks(2)
     for process in started:
         stderr = await trainers.end(process)
         assert process.returncode == 0, stderr
-    one = await alone(begin, trainers, "-one")
+    one = await alone(begin, trainers, "-one", **sections)
 
     made, same = lines(folder), lines(one)
     assert [line["step"] for line in made] == [1, 2, 3, 4]
@@ -128,6 +131,19 @@ async def test_a_rank_killed_at_any_time_costs_nothing(
     assert json.loads((folder / "summary.json").read_text())["balance"]["train"]["verdicts"] == {"trained": 8}
 
 
+async def test_sharded_ranks_go_on_to_the_same_weights(begin: Begin, trainers: Trainers) -> None:
+    sharded = {"trainer": {"parallel": "fsdp"}}
+    _, _, folder = await begin(**{**EXACT, **sharded})
+    for process in trainers.start_ranks(2, first=dies(1, MOMENTS["in the optimizer"])):
+        assert "Traceback" not in await trainers.end(process)
+        assert process.returncode != 0
+    for process in trainers.start_ranks(2, "--resume"):
+        stderr = await trainers.end(process)
+        assert process.returncode == 0, stderr
+    whole = await alone(begin, trainers, "-whole", ranks=2, **sharded)
+    assert torch.equal(weights(folder), weights(whole))
+
+
 async def test_an_error_in_one_rank_ends_all_with_its_reason(begin: Begin, trainers: Trainers) -> None:
     await begin(**EXACT)
     moment = ("consumers.trainer", "Trainer", "_accumulate", 2)
@@ -173,8 +189,8 @@ async def test_a_trainer_starts_its_ranks_itself(begin: Begin, trainers: Trainer
 
 
 async def test_a_run_goes_on_with_other_numbers_of_ranks(begin: Begin, trainers: Trainers) -> None:
-    """One, then two by torchrun, then one."""
-    _, player, folder = await begin(**EXACT)
+    """One, then two by torchrun, each with half of the model, then one."""
+    _, player, folder = await begin(**{**EXACT, "trainer": {"parallel": "fsdp"}})
     player.most = 2
     first = trainers.start()
     await wait_until(lambda: len(lines(folder)) == 1, "one rank makes a step")

@@ -88,10 +88,11 @@ def weights_of(folder: Path, version: str) -> Weights:
     return loaded.model
 
 
-async def test_weights_are_taken_back_to_the_last_step(begin: Begin, trainers: Trainers) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_weights_are_taken_back_to_the_last_step(begin: Begin, trainers: Trainers, ranks: int) -> None:
     """Producers stand still meanwhile, so that each step is a rollback, and groups are left over at the end."""
-    port, player, folder = await begin(run={"steps": 8}, checkpoint={"keep": 9})
-    process = trainers.start()
+    port, player, folder = await begin(run={"steps": 8}, checkpoint={"keep": 9}, trainer={"parallel": "fsdp"})
+    processes = trainers.start_ranks(ranks)
     await wait_until(lambda: len(lines(folder)) >= 1, "a step is made")
     version, weights = await pinned_head(port)
     await wait_until(lambda: len(lines(folder)) >= version.step + 2, "two more steps are made")
@@ -108,8 +109,9 @@ async def test_weights_are_taken_back_to_the_last_step(begin: Begin, trainers: T
     refused = await roll_back(port, version, "too late")
     assert refused == {"refused": "the run is at its end: all 8 steps are made"}
     player.paused, player.may_be_superseded = False, True
-    stderr = await trainers.end(process)
-    assert process.returncode == 0, stderr
+    for process in processes:
+        stderr = await trainers.end(process)
+        assert process.returncode == 0, stderr
 
     assert [line["step"] for line in lines(folder)] == list(range(1, 9))
     assert [line["version"] for line in lines(folder) if line.get("restored") == str(version)] == made

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from consumers.drift import Measured
 from consumers.losses.tokens import Denominators
 from consumers.packing import FILLING, Sample, balanced, pack, pack_shares
-from consumers.ranks.orders import DTYPES, Train, decode, encode, rows_of, update_of
+from consumers.ranks.orders import DTYPES, Train, decode, encode, rows_in, update_of
 from headrace.config import Config
 from tests.unit.test_packing import groups
 
@@ -52,7 +52,7 @@ def test_a_share_arrives_as_it_was_sent(drawn: list[list[Sample]], budget: int) 
     came = decode(encode(sent))
     assert isinstance(came, Train)
     assert (came.step, came.updates[0].rollouts, came.updates[0].tokens, came.updates[0].max_tokens) == (7, 3, 20, 8)
-    for row, other in zip(rows, rows_of(came.updates[0]), strict=True):
+    for row, other in zip(rows, rows_in(came.updates[0]), strict=True):
         assert row.blocks == other.blocks
         assert row.is_filling == other.is_filling
         for name, dtype in DTYPES.items():
