@@ -177,7 +177,7 @@ def build(taken: Taken, lane: Lane, ranks: Ranks) -> Parts:
     )
 
 
-def device_of(wanted: str, local: int) -> str:
+def device_of(wanted: str, local: int = 0) -> str:
     """ "auto" is the GPU of this number on this host where there is one, else the CPU; "cuda" is that GPU."""
     if wanted not in ("auto", "cuda"):
         return wanted

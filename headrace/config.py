@@ -26,7 +26,7 @@ from headrace.config_base import (
     Section,
     Threads,
 )
-from headrace.config_trainer import TrainerConfig, check_trainer
+from headrace.config_trainer import TrainerConfig, check_ranks, check_trainer
 
 _LABEL = re.compile("[A-Za-z0-9._-]*")
 
@@ -294,6 +294,7 @@ class Config(Section):
                 f"model.context_length = {self.model.context_length}"
             )
         check_trainer(self.trainer, self.sampling.max_new_tokens)
+        check_ranks(self.trainer, self.trainer.ranks, self.run.placement)
         if self.run.placement != "disaggregated" and self.producer.engine in SERVER_ENGINES:
             raise ValueError(
                 f"run.placement: {self.run.placement!r} is for engines within the producer, and the servers of "

@@ -103,8 +103,13 @@ class TrainerConfig(Section):
     """Until it ends, the time in which producers load included; a run that waits says so all the time."""
 
 
-def check_ranks(trainer: TrainerConfig, ranks: int) -> None:
-    """Raises ValueError for more ranks than an optimizer update has groups."""
+def check_ranks(trainer: TrainerConfig, ranks: int, placement: str) -> None:
+    """Raises ValueError for more ranks than an optimizer update has groups, or on a device that engines use."""
+    if ranks > 1 and placement != "disaggregated":
+        raise ValueError(
+            f"trainer.ranks: {ranks} ranks need a device each, and run.placement = {placement!r} has one for all; set it "
+            'to "disaggregated", or take one rank'
+        )
     groups = trainer.groups_per_step // trainer.minibatches
     if ranks > groups:
         raise ValueError(
@@ -127,7 +132,6 @@ def check_trainer(trainer: TrainerConfig, max_new_tokens: int) -> None:
             f"trainer.minibatches: {trainer.minibatches} is more than trainer.groups_per_step = "
             f"{trainer.groups_per_step}; lower it, or raise the groups"
         )
-    check_ranks(trainer, trainer.ranks)
     if trainer.schedule != "constant" and trainer.final_learning_rate > trainer.learning_rate:
         raise ValueError(
             f"trainer.final_learning_rate: {trainer.final_learning_rate:g} is above trainer.learning_rate = "

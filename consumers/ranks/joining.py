@@ -83,7 +83,7 @@ def _place(environ: Mapping[str, str], wanted: int) -> _Place:
 
 def _check(config: Config, place: _Place) -> None:
     try:
-        check_ranks(config.trainer, place.size)
+        check_ranks(config.trainer, place.size, config.run.placement)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

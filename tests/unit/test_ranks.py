@@ -72,4 +72,6 @@ def test_what_a_rank_measured_arrives_as_it_was_sent() -> None:
 def test_more_ranks_than_an_update_has_groups_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"trainer.ranks: 5 is more than the 4 groups of an optimizer update"):
         Config.model_validate({"trainer": {"ranks": 5, "groups_per_step": 8, "minibatches": 2}})
+    with pytest.raises(ValidationError, match=r"2 ranks need a device each, and run.placement = 'hybrid' has one"):
+        Config.model_validate({"trainer": {"ranks": 2}, "run": {"placement": "hybrid"}})
     assert Config.model_validate({"trainer": {"ranks": 4, "groups_per_step": 8, "minibatches": 2}}).trainer.ranks == 4
