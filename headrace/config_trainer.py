@@ -107,8 +107,8 @@ def check_ranks(trainer: TrainerConfig, ranks: int, placement: str) -> None:
     """Raises ValueError for more ranks than an optimizer update has groups, or on a device that engines use."""
     if ranks > 1 and placement != "disaggregated":
         raise ValueError(
-            f"trainer.ranks: {ranks} ranks need a device each, and run.placement = {placement!r} has one for all; set it "
-            'to "disaggregated", or take one rank'
+            f"trainer.ranks: {ranks} ranks need a device each, and run.placement = {placement!r} has one for all; take "
+            'one rank, or placement "disaggregated"'
         )
     groups = trainer.groups_per_step // trainer.minibatches
     if ranks > groups:
