@@ -130,6 +130,7 @@ def test_the_ranks_of_a_trainer_share_its_cores() -> None:
         Cores.for_run(resolve(None, {}, overrides).config, range(5), gpu=False),
         resume=False,
     )
+    services.made["trainer"] = 1
     part = services.command("trainer", "trainer")(False)
     assert part.cores == frozenset({0, 1, 2, 3})
     assert part.env["OMP_NUM_THREADS"] == "2"
