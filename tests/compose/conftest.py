@@ -31,7 +31,7 @@ dtype = "float32"
 context_length = 96
 
 [[environments]]
-name = "/environment.py:Chance"
+name = "environment.py:Chance"
 
 [sampling]
 max_new_tokens = 16
