@@ -175,6 +175,18 @@ def test_every_query_of_dashboards_and_alerts_returns_data(running: Stack, prome
     wait_here(lambda: time.sleep(2) or without_data() == [], f"all have data, but {without_data()}", PATIENCE_S)
 
 
+def test_commands_of_the_command_line_find_the_run(running: Stack) -> None:
+    for service, command, sentence in (
+        ("weights", "runs list", "/runs/run"),
+        ("weights", "audit run", "trainer"),
+        ("weights", "doctor", "run run: running"),
+        ("weights", "rollouts -n 1", "reward"),
+        ("trainer", "export run /runs/exported", "/runs/exported"),
+        ("weights", "trace run --out /runs/run.trace.json", "/runs/run.trace.json"),
+    ):
+        assert sentence in running.execute(service, "env", "COLUMNS=200", "headrace", *command.split()), command
+
+
 def test_no_secret_is_to_be_seen(running: Stack) -> None:
     secrets = (PASSWORD, TOKEN)
     for container in running.containers():
