@@ -21,6 +21,8 @@ LAST_WORDS = Path(tempfile.gettempdir()) / "headrace-last-words"
 """Of the service that failed; in a file system of this container's own."""
 ENDED = Path(tempfile.gettempdir()) / "headrace-ended"
 """There while the container stays after a clean end."""
+SERVED = Path(tempfile.gettempdir()) / "headrace-served"
+"""There once the health check has found the service well; before that it may only be slow to load."""
 STAY_S = 30.0
 """Several rounds of a health check."""
 LONGEST = 16 << 10
@@ -79,7 +81,7 @@ def main(arguments: list[str]) -> int:
     if not command:
         print("usage: python -m headrace.container [--stay] COMMAND…", file=sys.stderr)
         return 2
-    for file in (LAST_WORDS, ENDED):
+    for file in (LAST_WORDS, ENDED, SERVED):
         file.unlink(missing_ok=True)
     service = Contained(command)
     code = service.wait()

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from headrace.container import SERVED
 from headrace.errors import ServiceError
 from headrace.telemetry.endpoint import Endpoint
 from headrace.telemetry.journal import Journal
@@ -99,10 +100,40 @@ async def test_the_probe_of_a_service_that_is_not_there() -> None:
     assert (await _probe(""))[0] == 2
 
 
-async def _probe(port: str) -> tuple[int, str]:
+@pytest.mark.parametrize(("served", "code"), [(False, 0), (True, 1)])
+async def test_a_service_that_is_too_busy_to_answer_is_waited_for_until_it_has_served(
+    served: bool, code: int, tmp_path: Path
+) -> None:
+    asked = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        if asked > 1:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nwell")
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = str(server.sockets[0].getsockname()[1])
+    if served:
+        (tmp_path / SERVED.name).touch()
+    try:
+        found, said = await _probe(port, "--wait", "60", TMPDIR=str(tmp_path))
+    finally:
+        server.close()
+        await server.wait_closed()
+    assert found == code
+    assert said == (f"no answer on port {port}: timed out\n" if served else "well\n")
+    assert (tmp_path / SERVED.name).exists()
+
+
+async def _probe(port: str, *options: str, **environ: str) -> tuple[int, str]:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "headrace.probe", env={"HEADRACE_METRICS_PORT": port}, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        sys.executable, "-m", "headrace.probe", *options, env={"HEADRACE_METRICS_PORT": port, **environ},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     said, _ = await child.communicate()
     assert child.returncode is not None
