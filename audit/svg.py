@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 360.0, 200.0
@@ -123,6 +124,29 @@ def points(values: Sequence[tuple[float, float]], x_unit: str, y_unit: str, labe
         said = f"{a:.4g} {x_unit}: {b:.3g} {y_unit}"
         mark = f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.4" fill="{COLOURS["decode"]}">'
         marks.append(f"{mark}<title>{escape(said)}</title></circle>")
+    return _svg(marks, HEIGHT, label)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points in the order of x."""
+
+    points: Sequence[tuple[float, float]]
+    colour: str
+    dashed: bool = False
+
+
+def lines(named: Mapping[str, Line], x_unit: str, y_unit: str, label: str) -> str:
+    """Lines over one another; the later ones above."""
+    xs, ys = ([point[axis] for line in named.values() for point in line.points] for axis in (0, 1))
+    x = _scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
+    y = _scale(min(0.0, *ys), max(0.0, *ys) or 1.0, HEIGHT - _BOTTOM, _TOP)
+    marks = _axes(_ticks(min(xs), max(xs)), _ticks(min(0.0, *ys), max(0.0, *ys) or 1.0), x, y, x_unit, y_unit)
+    for name, line in named.items():
+        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line.points)
+        dashes = ' stroke-dasharray="4 3"' if line.dashed else ""
+        mark = f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="1.5"{dashes}>'
+        marks.append(f"{mark}<title>{escape(name)}</title></polyline>")
     return _svg(marks, HEIGHT, label)
 
 
