@@ -164,10 +164,10 @@ class Course:
                 await self._roll_back(asked)
                 continue
             if self.saver.due:
-                await self.saver.attempt()
+                await self.saver.begin()
             if not self.saver.full and await self._stepped():
                 continue
-            groups = self.saver.again_s is None
+            groups = self.saver.again_s is None and not self.saver.full
             with self.parts.lane.during("wait_groups" if groups else "wait_checkpoint"):
                 await self._until(self._may_go_on, groups=groups)
 

@@ -97,7 +97,7 @@ class TrainerLoops:
             watch=watch,
             admitter=admitter,
             intake=intake,
-            saver=Saver(claim, parts, parts.seen, progress, troubles, worker),
+            saver=Saver(claim, parts, parts.seen, progress, troubles, worker, intake.arrived.set),
             versions=Versions(claim, parts, publisher, progress, worker),
             outputs=Outputs(parts.folder, parts.fence.incarnation, claim.confirm),
             contents=Contents(port, parts, worker),
@@ -118,6 +118,7 @@ class TrainerLoops:
                 group.create_task(self.hasten(), name="hasten")
             await self._worker(lambda: self._ranks.tell(End()))
         finally:
+            await self._course.saver.close()
             await self._publisher.close()
             await self._worker.close()
             self._progress.close()

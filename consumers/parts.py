@@ -138,7 +138,7 @@ def load(record: RunRecord, newest: Path | None, lane: Lane, ranks: Ranks) -> Mo
     model = load_model(folder, "float32", device)
     reference = load_reference(config, folder, record.digests, device)
     trainer = Trainer(model, config, lane, reference, ranks)
-    loaded = checkpoint.load(newest) if newest else None
+    loaded = checkpoint.load(newest, (ranks.rank, ranks.size), whole=False) if newest else None
     if loaded:
         checkpoint.restore(model, trainer.optimizer, loaded)
     layout = Layout.of(layout_of(model, config.model.wire_dtype), parts=ranks.size)

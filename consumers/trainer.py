@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from broker.messages import Group
 from consumers.advantages import advantage
 from consumers.advantages.rewards import overlong
-from consumers.checkpoint import optimizer_tensors
+from consumers.checkpoint import WEIGHTS, digest_synced, optimizer_tensors
 from consumers.drift import Drift, Measured, Measuring
 from consumers.forward import Forward
 from consumers.losses import method
@@ -23,9 +25,10 @@ from consumers.losses.correction import correction
 from consumers.losses.tokens import Denominators, LossTokens
 from consumers.packing import Row, Sample, pack_shares
 from consumers.ranks.group import Ranks
-from consumers.ranks.orders import Gather, Order, Restore, Train, Update, rows_in, update_of
+from consumers.ranks.orders import Gather, Order, Restore, Save, Train, Update, rows_in, update_of
 from consumers.ranks.sharding import placed, rows_of, shard, whole
 from consumers.schedule import learning_rate
+from consumers.sharded import Writing
 from headrace.config import Config
 from headrace.config_trainer import TrainerConfig
 from headrace.policy.activations import recompute_activations
@@ -122,6 +125,7 @@ class Trainer:
         if ranks.sharded:
             for sharded in (model, reference) if reference is not None else (model,):
                 shard(sharded, ranks.size)
+        self._writing = Writing(ranks.saving, ranks.rank, ranks.explaining) if ranks.sharded and ranks.saving else None
         # Where a distribution was cut, log-probs differ by right.
         self._comparable = config.sampling.top_p == 1.0 and not config.sampling.top_k
         self.optimizer = torch.optim.AdamW(
@@ -158,15 +162,15 @@ class Trainer:
         if not self._ranks.sharded:
             return self.parameters()
         self._ranks.tell(Gather())
-        return self._gathered(self.parameters())
+        return self._gathered()
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Weights as above, and the optimizer's state as a checkpoint has it."""
-        optimizer = optimizer_tensors(self._model, self.optimizer)
-        if not self._ranks.sharded:
-            return self.parameters(), optimizer
-        self._ranks.tell(Gather(optimizer=True))
-        return self._gathered(self.parameters()), self._gathered(optimizer)
+    def save(self, folder: Path) -> Future[dict[str, str]]:
+        """Of ranks that have parts of the model: copy weights and the optimizer's state, and begin to write them.
+
+        The future is of name and digest of each rank's file; it raises CheckpointError.
+        """
+        self._ranks.tell(Save(str(folder)))
+        return self._save(folder)
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take these weights, by the names of `parameters`, and forget the optimizer's moments: they are of others.
@@ -185,10 +189,12 @@ class Trainer:
             with self._lane.during("restore"):
                 self._take({})
         elif isinstance(order, Gather):
+            with self._lane.during("export"):
+                self._gathered()
+        elif isinstance(order, Save):
             with self._lane.during("checkpoint"):
-                self._gathered(self.parameters())
-                if order.optimizer:
-                    self._gathered(optimizer_tensors(self._model, self.optimizer))
+                # What becomes of it, rank 0 is told.
+                self._save(Path(order.folder))
         else:
             raise TypeError(f"{type(order).__name__} is nothing that a trainer does")
 
@@ -247,10 +253,16 @@ class Trainer:
                 parameter.copy_(placed(self._ranks.spread(mine), parameter))
         self.optimizer.state.clear()
 
-    def _gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole, on the CPU of rank 0; the others only give."""
+    def _save(self, folder: Path) -> Future[dict[str, str]]:
+        assert self._writing is not None
+        weights = {f"{WEIGHTS}{name}": tensor for name, tensor in self.parameters().items()}
+        optimizer = optimizer_tensors(self._model, self.optimizer)
+        return self._writing.begin({**weights, **optimizer}, folder, digest_synced)
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """All weights whole, on the CPU of rank 0; the others only give."""
         found = {}
-        for name, tensor in tensors.items():
+        for name, tensor in self.parameters().items():
             full = whole(tensor)
             if self._ranks.rank == 0:
                 found[name] = full.cpu()

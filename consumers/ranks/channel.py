@@ -16,7 +16,8 @@ class Channel:
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group = group
+        self.group = self._group = group
+        """Of torch.distributed."""
         self._rank = rank
         self._size = size
 

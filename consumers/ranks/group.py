@@ -42,9 +42,11 @@ class Ranks:
         self._orders: Channel | None = None
         self._parts: Channel | None = None
         self._alarm: Alarm | None = None
+        self.saving: Channel | None = None
+        """For checkpoints, on threads of their own."""
 
-    def connect(self, orders: Channel, parts: Channel, alarm: Alarm) -> None:
-        self._orders, self._parts, self._alarm = orders, parts, alarm
+    def connect(self, orders: Channel, parts: Channel, saving: Channel, alarm: Alarm) -> None:
+        self._orders, self._parts, self.saving, self._alarm = orders, parts, saving, alarm
         alarm.start()
 
     # -- orders

@@ -169,9 +169,9 @@ def _connected(config: Config, name: str, place: _Place, backend: str, store: An
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=STEP_S)
         )
-        orders, parts, alarm = (
+        orders, parts, saving, alarm = (
             Channel(dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)), place.rank, place.size)
-            for seconds in (ORDER_S, ORDER_S, silent_s)
+            for seconds in (ORDER_S, ORDER_S, STEP_S, silent_s)
         )
     except (RuntimeError, ValueError) as error:
         raise ServiceError(
@@ -182,5 +182,5 @@ def _connected(config: Config, name: str, place: _Place, backend: str, store: An
         return children.dead(DEAD_S) if children is not None else ""
 
     ranks = Ranks(place.rank, place.size, place.local, children, sharded=config.trainer.parallel == "fsdp")
-    ranks.connect(orders, parts, Alarm(alarm, name, silent_s, dead))
+    ranks.connect(orders, parts, saving, Alarm(alarm, name, silent_s, dead))
     return ranks

@@ -54,9 +54,13 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Bring the weights together, at rank 0; also the optimizer's state where it says so."""
+    """Bring the weights together, at rank 0."""
 
-    optimizer: bool = False
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write what this rank has of a checkpoint into this folder, while steps go on."""
+
+    folder: str
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +73,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Leave."""
 
 
-Order = Begin | Train | Restore | Gather | Publish | End
+Order = Begin | Train | Restore | Gather | Save | Publish | End
 _decoder = msgspec.msgpack.Decoder(Order)
 
 

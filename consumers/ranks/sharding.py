@@ -44,8 +44,8 @@ def rows_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def placed(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What every rank has whole, on the device and in the shards of a parameter of its shape."""
+    """What every rank has whole, on the device and in the shards of a parameter of its shape; shards as they are."""
     full = full.to(parameter.device)
-    if not isinstance(parameter, DTensor):
+    if isinstance(full, DTensor) or not isinstance(parameter, DTensor):
         return full
     return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
