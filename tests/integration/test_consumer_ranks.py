@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from consumers import checkpoint
 from headrace.errors import ConfigError, ServiceError
-from tests.trainers import Begin, Trainers, lines, wait_until
+from tests.trainers import Begin, Trainers, events, lines, trouble, wait_until
 
 # At lag 0 nothing depends on who is how fast.
 EXACT = {"run": {"steps": 4}, "staleness": {"max_lag": 0}, "evaluation": {"prompts": 0}}
@@ -46,7 +47,7 @@ TOLERANCE = 1e-5
 def weights(folder: Path) -> torch.Tensor:
     """Of the newest checkpoint, flat."""
     newest = max((folder / "checkpoints").glob("*/[0-9]*"), key=lambda path: path.name)
-    tensors = load_file(newest / "model.safetensors")
+    tensors = checkpoint.load(newest).model
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
@@ -131,17 +132,80 @@ async def test_a_rank_killed_at_any_time_costs_nothing(
     assert json.loads((folder / "summary.json").read_text())["balance"]["train"]["verdicts"] == {"trained": 8}
 
 
-async def test_sharded_ranks_go_on_to_the_same_weights(begin: Begin, trainers: Trainers) -> None:
-    sharded = {"trainer": {"parallel": "fsdp"}}
-    _, _, folder = await begin(**{**EXACT, **sharded})
-    for process in trainers.start_ranks(2, first=dies(1, MOMENTS["in the optimizer"])):
+SHARDED = {"trainer": {"parallel": "fsdp"}, "checkpoint": {"every": 1}}
+
+
+@pytest.mark.parametrize(
+    ("rank", "moment"),
+    [
+        (1, ("consumers.trainer", "Trainer", "_move", 3)),
+        (0, ("consumers.sharded", "Writing", "_finish", 2)),
+        (1, ("consumers.sharded", "Writing", "_finish", 2)),
+        (0, ("consumers.checkpoint", "Checkpoints", "place", 2)),
+    ],
+    ids=["in the optimizer", "while rank 0 writes", "while rank 1 writes", "before it is in its place"],
+)
+async def test_sharded_ranks_go_on_to_the_same_weights(
+    begin: Begin, trainers: Trainers, rank: int, moment: tuple[str, str, str, int]
+) -> None:
+    _, _, folder = await begin(**EXACT, **SHARDED)
+    for process in trainers.start_ranks(2, first=dies(rank, moment)):
         assert "Traceback" not in await trainers.end(process)
         assert process.returncode != 0
     for process in trainers.start_ranks(2, "--resume"):
         stderr = await trainers.end(process)
         assert process.returncode == 0, stderr
-    whole = await alone(begin, trainers, "-whole", ranks=2, **sharded)
+    whole = await alone(begin, trainers, "-whole", ranks=2, **SHARDED)
     assert torch.equal(weights(folder), weights(whole))
+    assert json.loads((folder / "summary.json").read_text())["balance"]["train"]["verdicts"] == {"trained": 8}
+    files = sorted(file.name for file in (folder / "checkpoints" / "2" / "00000004").iterdir())
+    assert files == [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)] + ["state.json"]
+
+
+async def test_steps_go_on_while_ranks_write(begin: Begin, trainers: Trainers) -> None:
+    """And nothing is acknowledged before they have."""
+    port, _, folder = await begin(**{**EXACT, "run": {"steps": 1000}}, **SHARDED)
+    slow = ("consumers.sharded", "Writing", "_finish", 1)
+    go = folder / "go"
+    wait = f"import pathlib, time; [time.sleep(0.05) for _ in iter(lambda: pathlib.Path({str(go)!r}).exists(), True)]"
+    processes = trainers.start_ranks(2, first=dies(0, slow, wait))
+    await wait_until(lambda: len(lines(folder)) >= 4, "steps are made while the first checkpoint is written")
+    assert not [event for event in events(folder) if event["event"] == "checkpoint"]
+    balance = next(sheet for sheet in await port.balance() if sheet.kind == "train")
+    assert balance.verdicts.get("trained", 0) == 0
+    go.touch()
+    await wait_until(
+        lambda: any(event["event"] == "checkpoint" for event in events(folder)), "the first checkpoint is there"
+    )
+    assert next(event["step"] for event in events(folder) if event["event"] == "checkpoint") == 1
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        assert "Traceback" not in await trainers.end(process)
+        assert process.returncode == 0
+
+
+async def test_a_rank_without_room_for_a_checkpoint_is_waited_for(begin: Begin, trainers: Trainers) -> None:
+    port, _, folder = await begin(**{**EXACT, "run": {"steps": 1000}}, **SHARDED)
+    processes = trainers.start_ranks(2)
+    await wait_until(lambda: len(lines(folder)) >= 2, "two steps are made")
+    # A limit on the size of its files stands in for a full disk.
+    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    said = await trouble(port)
+    assert said["kind"] == "checkpoint"
+    assert "cannot be written: rank 1: file too large; nothing is lost, and it is tried again" in said["reason"]
+    made = len(lines(folder))
+    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def saved() -> bool:
+        return any(event["event"] == "checkpoint" and event["step"] > made for event in events(folder))
+
+    await wait_until(saved, "a checkpoint is there again")
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        stderr = await trainers.end(process)
+        assert process.returncode == 0, stderr
 
 
 async def test_an_error_in_one_rank_ends_all_with_its_reason(begin: Begin, trainers: Trainers) -> None:
@@ -189,24 +253,32 @@ async def test_a_trainer_starts_its_ranks_itself(begin: Begin, trainers: Trainer
 
 
 async def test_a_run_goes_on_with_other_numbers_of_ranks(begin: Begin, trainers: Trainers) -> None:
-    """One, then two by torchrun, each with half of the model, then one."""
-    _, player, folder = await begin(**{**EXACT, "trainer": {"parallel": "fsdp"}})
-    player.most = 2
+    """One, two by torchrun and three, each with a part of the model, and one again."""
+    sections = {**EXACT, "trainer": {"parallel": "fsdp", "groups_per_step": 3}}
+    _, player, folder = await begin(**sections)
+    player.most = 3
     first = trainers.start()
     await wait_until(lambda: len(lines(folder)) == 1, "one rank makes a step")
     first.terminate()
     assert "Traceback" not in await trainers.end(first)
-    player.most = 4
+    player.most = 6
     with torchrun(trainers, 2, "--resume") as process:
         await wait_until(lambda: len(lines(folder)) == 2, "two ranks make one")
         process.terminate()
         said, _ = await asyncio.to_thread(process.communicate, timeout=100)
     assert (folder / "checkpoints" / "2" / "00000002" / "state.json").exists(), said
+    player.most = 9
+    three = trainers.start_ranks(3, "--resume")
+    await wait_until(lambda: len(lines(folder)) == 3, "three ranks make one")
+    for rank in three:
+        rank.terminate()
+    for rank in three:
+        assert "Traceback" not in await trainers.end(rank)
     player.most = sys.maxsize
     last = trainers.start("--resume")
     stderr = await trainers.end(last)
     assert last.returncode == 0, stderr
-    one = await alone(begin, trainers, "-one")
+    one = await alone(begin, trainers, "-one", **sections)
     assert float((weights(folder) - weights(one)).abs().max()) < TOLERANCE
 
 
