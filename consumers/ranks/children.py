@@ -21,12 +21,13 @@ _PR_SET_PDEATHSIG = 1
 class Children:
     """Ranks 1 and up."""
 
-    def __init__(self, size: int, port: int) -> None:
-        """Raises ServiceError when one cannot be started."""
+    def __init__(self, name: str, size: int, port: int) -> None:
+        """`name` is rank 0's. Raises ServiceError when one cannot be started."""
         told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(1, size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT_VARIABLE: str(os.getpid())}
+            own["HEADRACE_NAME"] = f"{name}-{rank}"
             try:
                 # They share the log of this process.
                 self._started[rank] = subprocess.Popen(

@@ -63,7 +63,7 @@ def join(config: Config, name: str, environ: Mapping[str, str]) -> Ranks:
         store = _given_store(place)
     else:
         store, port = _store()
-        children = Children(place.size, port)
+        children = Children(name, place.size, port)
     _await_all(store, place, children)
     return _connected(config, name, place, backend, store, children)
 
