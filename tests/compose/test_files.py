@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,17 @@ def test_all_combinations_of_files_are_valid(containers: None, files: tuple[Path
     for name in ("weights", "trainer", "producer"):
         assert services[name]["networks"].keys() == {"internal"}
         assert services[name]["restart"] == "on-failure"
+
+
+def test_the_file_of_ones_own_that_the_docs_show_is_valid(containers: None, tmp_path: Path) -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (CHECKOUT / "docs" / "deployment.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(shown)
+    stack = Stack(CHECKOUT, "headrace-config", tmp_path / "mine.yaml")
+    services = json.loads(stack.compose("config", "--format", "json").stdout)["services"]
+    for name in ("prepare", "trainer", "producer"):
+        mounted = {each["target"]: each["source"] for each in services[name]["volumes"]}
+        assert mounted["/my_environment.py"] == str(DEPLOY / "my_environment.py")
+        assert {"/runs", "/models", "/my_model", "/my_loss.py"} <= mounted.keys()
 
 
 def test_the_dashboards_are_those_of_the_script(tmp_path: Path) -> None:

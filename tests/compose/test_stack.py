@@ -185,6 +185,9 @@ def test_commands_of_the_command_line_find_the_run(running: Stack) -> None:
         ("weights", "trace run --out /runs/run.trace.json", "/runs/run.trace.json"),
     ):
         assert sentence in running.execute(service, "env", "COLUMNS=200", "headrace", *command.split()), command
+    # As of a run that has ended, when no service is there to execute it in.
+    alone = running.compose("run", "--rm", "--no-deps", "-T", "weights", "headrace", "status")
+    assert "run run: running" in alone.stdout
 
 
 def test_no_secret_is_to_be_seen(running: Stack) -> None:
