@@ -30,7 +30,8 @@ async def scale(run: str | None, count: int) -> str:
         launcher = await _needed(
             operator,
             "launcher",
-            f"run {run_id} has no launcher that could start producers; start one by hand with `python -m producers`",
+            f"run {run_id} has no launcher that could start producers; start one by hand with `python -m "
+            "producers`, or in containers with `docker compose up -d --scale producer=N`",
         )
         order = Order("", "scale", target="producer", count=count, reason=_mark())
         return str(await _answer(run_id, operator, order, launcher, SCALE_S))

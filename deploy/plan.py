@@ -157,7 +157,7 @@ def _check_unfinished(folder: RunFolder, config: Config) -> None:
     if made >= config.run.steps:
         raise ConfigError(
             f"run {folder.run_id} has made all its {counted(made, 'step')}, see {folder.summary_file}; "
-            f"`--steps N` with a larger N makes more"
+            f"a larger run.steps makes more (`--steps N`, or HEADRACE__RUN__STEPS=N)"
         )
 
 

@@ -59,7 +59,10 @@ def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float, r
     if refusal:
         found.append(f"{refusal}: no heartbeat passes, so that nobody can be seen; make room, and all go on")
     elif status_of(state, peers, refusal) == "stopped":
-        found.append("no service is alive: `headrace up --resume` goes on with the run, or its services by hand")
+        found.append(
+            "no service is alive: what was just started loads first; `headrace up --resume` goes on with the run, or "
+            "its services do, started as before"
+        )
     elif state.status == "running":
         found += _missing(roles)
     if depths.dead:
@@ -70,8 +73,8 @@ def notes(state: RunState, peers: list[Peer], depths: QueueDepths, now: float, r
 def _missing(roles: Set[str]) -> Iterator[str]:
     if "producer" not in roles:
         yield (
-            "no producer plays: one that was just started loads first; `headrace scale producer N`, or `python -m "
-            "producers`, starts more"
+            "no producer plays: one that was just started loads first; `headrace scale producer N`, `python -m "
+            "producers`, or in containers `docker compose up -d`, starts one"
         )
     if "trainer" not in roles:
         yield "no trainer is alive: until one has loaded, groups wait and nothing is trained"

@@ -188,6 +188,9 @@ def test_commands_of_the_command_line_find_the_run(running: Stack) -> None:
     # As of a run that has ended, when no service is there to execute it in.
     alone = running.compose("run", "--rm", "--no-deps", "-T", "weights", "headrace", "status")
     assert "run run: running" in alone.stdout
+    refused = running.compose("exec", "-T", "weights", "headrace", "scale", "producer", "2", check=False)
+    assert refused.returncode
+    assert "`docker compose up -d --scale producer=N`" in refused.stderr
 
 
 def test_no_secret_is_to_be_seen(running: Stack) -> None:

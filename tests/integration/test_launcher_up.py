@@ -31,7 +31,7 @@ def test_a_finished_run_keeps_its_results_and_goes_on_with_more_steps(project: P
     _, err = again.communicate(timeout=100)
     assert again.returncode == 2
     assert f"run {name} has made all its 4 steps" in err
-    assert "`--steps N` with a larger N makes more" in err
+    assert "a larger run.steps makes more (`--steps N`, or HEADRACE__RUN__STEPS=N)" in err
     assert (project.run / "summary.json").read_bytes() == summary
     assert f"run {name} has finished; its results are in" in project.headrace("status", "--run", name).stderr
 

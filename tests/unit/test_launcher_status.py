@@ -37,7 +37,7 @@ def test_a_run_of_which_nothing_is_alive_is_stopped(status: RunStatus) -> None:
     gone = [peer("p", "producer", alive=False)]
     assert status_of(RunState(status), gone, "") == "stopped"
     (note,) = notes(RunState(status), gone, NOTHING_DEAD, NOW, "")
-    assert note.startswith("no service is alive: `headrace up --resume` goes on")
+    assert note.startswith("no service is alive: what was just started loads first; `headrace up --resume` goes on")
     assert status_of(RunState(status), [peer("weights", "weights"), *gone], "") == status
     assert status_of(RunState("failed"), gone, "") == "failed"
 
