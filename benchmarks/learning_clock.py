@@ -164,14 +164,14 @@ class Training:
         self.course = Course(rewards=[self._examination.expected_reward()])
 
     def run(self) -> Course:
-        steps = self._config.run.steps
-        while self._formed < steps or self._free_at is not None:
+        while True:
             self._arrive()
             self._train()
+            if self._formed == self._config.run.steps and self._free_at is None:
+                return self.course
             self._admit()
             self._begin()
             self._pass_time()
-        return self.course
 
     def _arrive(self) -> None:
         """Versions that are due come into the engine."""

@@ -119,6 +119,7 @@ def test_uncorrected_is_the_same_loss_on_the_policy_and_blind_off_it() -> None:
 def test_without_lag_every_token_is_of_the_version_that_is_trained(start: Any) -> None:
     training, results = trained(start, 0, 4)
     assert set(training.course.lags) == {0}
+    assert training.course.stale == 0
     assert all(result.drift.mismatch < 1e-5 for result in results)
     assert all(result.drift.engine_tokens > 0 for result in results)
     assert training.course.rewards[-1] > training.course.rewards[0]
