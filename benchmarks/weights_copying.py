@@ -39,12 +39,13 @@ from benchmarks.weights_world import (
 )
 from broker.connect import connect_run
 from weightsync.bulk.server import BulkServer
+from weightsync.commits import Commit
 from weightsync.digests import Pace
 from weightsync.filling import shape_of
 from weightsync.manifest import Layout, Manifest, decode, encode
 from weightsync.placement import Placement
 from weightsync.publisher import Publisher
-from weightsync.receiver import Commit, Receiver
+from weightsync.receiver import Receiver
 from weightsync.staging import ROUND_CHUNKS
 from weightsync.transports.api import Unavailable
 from weightsync.transports.shm import ShmTransport

@@ -45,8 +45,9 @@ from producers.engines.api import Request, SamplingParams
 from producers.engines.decode_loop import Swap
 from producers.engines.torch_engine import TorchEngine
 from producers.engines.weights import EngineWeights
+from weightsync.commits import Commit
 from weightsync.manifest import Layout, encode
-from weightsync.receiver import Commit, Receiver
+from weightsync.receiver import Receiver
 from weightsync.transports.shm import ShmTransport
 
 NARROW_BYTES = 6_000_000

@@ -8,7 +8,7 @@ from broker.api import Balance
 from broker.messages import Task
 from consumers.admission import Window
 from consumers.claim import Claim
-from consumers.curriculum import Curriculum, Prompt, Source, evaluation_tasks
+from consumers.curriculum import Curriculum, Prompt
 from consumers.ingest import SeenTasks
 from consumers.retention import Retention
 from headrace.config import Config
@@ -80,22 +80,9 @@ class Admitter:
             await self._admit(await self._tasks(prompts))
         return len(prompts)
 
-    async def evaluation(self, when: str, held_out: Source) -> list[Task]:
-        """The tasks of an evaluation on the newest version. Raises ConfigError."""
-        return evaluation_tasks(
-            when,
-            held_out,
-            self._config.evaluation.prompts,
-            seed=self._config.run.seed,
-            group_size=self._config.evaluation.samples_per_prompt,
-            version=self._books.version,
-            deadline_ms=await self._deadline_ms(),
-        )
-
     async def ask(self, tasks: list[Task]) -> None:
-        """Admit the tasks of an evaluation; training tasks may follow."""
+        """Admit tasks of an evaluation."""
         await self._admit(tasks)
-        self.open_up()
 
     def open_up(self) -> None:
         """From now on training tasks are admitted."""
@@ -114,7 +101,7 @@ class Admitter:
         self._told(tasks)
 
     async def _tasks(self, prompts: list[Prompt]) -> list[Task]:
-        deadline_ms = await self._deadline_ms()
+        deadline_ms = await self.deadline_ms()
         return [
             self._curriculum.task(
                 prompt,
@@ -126,6 +113,6 @@ class Admitter:
             for prompt in prompts
         ]
 
-    async def _deadline_ms(self) -> int:
+    async def deadline_ms(self) -> int:
         """Of tasks admitted now, on the broker's clock: this machine's may be off."""
         return await self._port.now_ms() + round(self._config.broker.task_deadline_s * 1000)

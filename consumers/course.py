@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from broker.api import Peer
-from consumers import evaluation, export
+from consumers import export
 from consumers.agreement import Agreement
 from consumers.asking import Admitter
 from consumers.batch import Batch
 from consumers.claim import Claim
 from consumers.contents import Content, Contents
-from consumers.evaluation import Result, Sheet
+from consumers.evaluation import Result
+from consumers.evaluations import Evaluations
 from consumers.ingest import SeenTasks
 from consumers.intake import Intake
 from consumers.lag import History
@@ -61,6 +62,7 @@ class Course:
     admitter: Admitter
     intake: Intake
     saver: Saver
+    evaluations: Evaluations
     versions: Versions
     outputs: Outputs
     contents: Contents
@@ -70,14 +72,14 @@ class Course:
     """Whether the trainer is to leave."""
 
     async def run(self) -> None:
-        """Evaluate, make the steps, evaluate again; after `resume`, and while groups are taken in."""
+        """Make the steps, and evaluate beside them; after `resume`, and while groups are taken in."""
         await self.versions.publish(self.claim.books.first)
         # Nobody may sample on a later one before this incarnation's beginning is known.
         await self._until(lambda: self.versions.unpublished is None)
-        before = await self._evaluated_before()
+        await self._begin_evaluations()
         self.admitter.open_up()
         await self._steps()
-        await self._conclude(before)
+        await self._conclude()
 
     # -- beginning
 
@@ -129,30 +131,35 @@ class Course:
 
     # -- evaluation
 
-    async def _evaluated_before(self) -> Result | None:
-        """The result from before the first step: kept by an earlier trainer, else made now."""
-        kept = evaluation.load(self.parts.folder / evaluation.BEFORE)
-        if kept is not None or self.claim.books.formed > 0:
-            return kept
-        result = await self._evaluate("before")
-        if result is not None and not self.leaving():
-            await self._insist(lambda: self.outputs.write_json(evaluation.BEFORE, asdict(result)))
-        return result
+    async def _begin_evaluations(self) -> None:
+        """Go on with the one that an earlier trainer began, or begin the one that is due; nobody waits for either."""
+        evaluations, first = self.evaluations, self.claim.books.first
+        await evaluations.resume()
+        if evaluations.wants_before():
+            await evaluations.begin("before", first)
+        elif evaluations.missed(first.step):
+            await evaluations.begin("step", first)
 
-    async def _evaluate(self, when: str) -> Result | None:
-        """Roll out the held-out prompts on the newest version; None where there is no evaluation."""
-        if not self.parts.config.evaluation.prompts:
-            return None
-        sheet = Sheet(self.parts.decode)
-        self.intake.sheet = sheet
-        tasks = await self.admitter.evaluation(when, self.parts.held_out)
-        sheet.expect([task.task_id for task in tasks])
-        await self.admitter.ask(tasks)
+    async def _evaluate_beside(self, version: PolicyVersion) -> None:
+        if self.versions.unpublished is None:
+            await self.evaluations.begin("step", version)
+        else:
+            self.evaluations.skip(version, "no memory was free to publish it")
+
+    async def _evaluated(self) -> Result | None:
+        """The result of the last version, once every evaluation has its own; None where there is no evaluation."""
+        books, loaded = self.claim.books, self.parts.loaded
+        same = loaded.position.version if loaded and books.formed == self.parts.base_step else None
+        evaluations = self.evaluations
         with self.parts.lane.during("wait_evaluation"):
-            await self._until(lambda: sheet.closed, groups=True)
-        result = sheet.result()
-        self.progress.event("evaluation", when=when, accuracy=result.accuracy, samples=result.samples)
-        return result
+            await self._until(lambda: evaluations.idle, groups=True)
+            if evaluations.wants_after(same) and not self.leaving():
+                await self._until(lambda: self.versions.unpublished is None)
+                if self.leaving():
+                    return None
+                await evaluations.begin("after", books.version)
+                await self._until(lambda: evaluations.idle, groups=True)
+        return evaluations.of(books.version, same)
 
     # -- steps
 
@@ -194,6 +201,8 @@ class Course:
             await port.append_step(self.claim.fence, batch.record)
         result = await self._train(batch, formed)
         await self.versions.publish(batch.version)
+        if self.evaluations.due(batch.version.step):
+            await self._evaluate_beside(batch.version)
         with self.parts.lane.during("report"):
             self.progress.step(batch, result, await self._made(batch))
             self.agreement.judge(batch.version.step, result.drift)
@@ -253,7 +262,7 @@ class Course:
 
     # -- the end
 
-    async def _conclude(self, before: Result | None) -> None:
+    async def _conclude(self) -> None:
         """A last checkpoint; when all steps are made also evaluation, export, summary, and everybody's end."""
         books, config = self.claim.books, self.parts.config
         await self._save()
@@ -261,7 +270,7 @@ class Course:
             return
         self.rollbacks.close(f"the run is at its end: all {books.formed} steps are made")
         await self._forgo()
-        after = await self._evaluate("after")
+        after = await self._evaluated()
         if self.leaving():
             return
         export.check_place(self.parts.folder / "model", self.parts.model_folder)
@@ -269,7 +278,8 @@ class Course:
             out = await self._insist(lambda: self.outputs.write_folder("model", self._export))
         if out is None:
             return
-        summary = self.progress.summary(before, after, await self.claim.port.balance(), books.formed, out)
+        evaluations, balance = self.evaluations, await self.claim.port.balance()
+        summary = self.progress.summary(evaluations.before(), after, evaluations.all(), balance, books.formed, out)
         if await self._insist(lambda: self.outputs.write_json("summary.json", summary)) is not None:
             await self.claim.port.finish(self.claim.fence, "finished", f"all {books.formed} steps are made")
 

@@ -105,35 +105,34 @@ def sources_of(config: Config, sizes: Mapping[str, int]) -> tuple[Source, ...]:
     )
 
 
-def held_out_of(config: Config, sizes: Mapping[str, int]) -> Source:
-    """The environment to evaluate on. Its size matters only where there is an evaluation. Raises ConfigError."""
-    label = config.evaluation.environment or config.environments[0].called
-    return Source(label, _size(sizes, f"eval/{label}") if config.evaluation.prompts else 0)
+def held_out_of(config: Config, sizes: Mapping[str, int]) -> tuple[Source, ...]:
+    """The environments to evaluate on. Sizes matter only where there is an evaluation. Raises ConfigError."""
+    labels = config.evaluation.environment or (config.environments[0].called,)
+    return tuple(Source(label, _size(sizes, f"eval/{label}") if config.evaluation.prompts else 0) for label in labels)
 
 
-def evaluation_tasks(
-    when: str, source: Source, prompts: int, *, seed: int, group_size: int, version: PolicyVersion, deadline_ms: int
-) -> list[Task]:
-    """Held-out prompts 0 … `prompts` - 1, each rolled out `group_size` times on `version` or a newer one.
-
-    `when` is "before" or "after". Both use the same seeds, so that they ask the same. Raises ConfigError when the
-    environment has fewer held-out prompts.
-    """
-    check_held_out(source, prompts)
-    return [
-        Task(
-            task_id=f"eval-{when}-{version.incarnation}-{index:06d}",
-            kind="eval",
-            environment=source.environment,
-            index=index,
-            seed=_seed(f"{seed}/eval/{index}"),
-            group_size=group_size,
-            min_version=version,
-            deadline_ms=deadline_ms,
-            admitted_step=version.step,
-        )
-        for index in range(prompts)
-    ]
+def held_out_task(
+    task_id: str,
+    environment: str,
+    index: int,
+    *,
+    seed: int,
+    group_size: int,
+    version: PolicyVersion,
+    deadline_ms: int,
+) -> Task:
+    """Held-out prompt `index`, rolled out on exactly `version`; under one seed it is the same in every evaluation."""
+    return Task(
+        task_id=task_id,
+        kind="eval",
+        environment=environment,
+        index=index,
+        seed=_seed(f"{seed}/eval/{index}"),
+        group_size=group_size,
+        min_version=version,
+        deadline_ms=deadline_ms,
+        admitted_step=version.step,
+    )
 
 
 def check_held_out(source: Source, prompts: int) -> None:

@@ -9,7 +9,7 @@ from broker.messages import GroupDelivery, StepEntry, Task, Verdict
 from consumers.asking import Admitter
 from consumers.batch import Batch
 from consumers.claim import Claim
-from consumers.evaluation import Sheet
+from consumers.evaluations import Evaluations
 from consumers.ingest import SeenTasks, entry, failed, has_signal, judge
 from consumers.progress import Progress
 
@@ -30,7 +30,14 @@ class Intake:
     """What has arrived and is in no batch yet. Its size is bounded by admission."""
 
     def __init__(
-        self, claim: Claim, admitter: Admitter, progress: Progress, seen: SeenTasks, slots: int, replaced: int = 0
+        self,
+        claim: Claim,
+        admitter: Admitter,
+        evaluations: Evaluations,
+        progress: Progress,
+        seen: SeenTasks,
+        slots: int,
+        replaced: int = 0,
     ) -> None:
         """`replaced`: groups without signal that are replaced in one step at most."""
         self._port = claim.port
@@ -46,8 +53,7 @@ class Intake:
         self._most_replaced = replaced
         self._replaced = 0
         """Since the last batch."""
-        self.sheet: Sheet | None = None
-        """The evaluation that is open now."""
+        self._evaluations = evaluations
         self.arrived = asyncio.Event()
         """Set when a group came that a batch or an evaluation waits for, or when none is to be expected any more."""
 
@@ -71,7 +77,8 @@ class Intake:
     async def receive(self, delivery: GroupDelivery) -> None:
         group = delivery.group
         if group.kind == "eval":
-            await self._receive_evaluation(delivery)
+            await self._evaluations.receive(delivery)
+            self.arrived.set()
             return
         if self._seen.holds(group.task_id):
             # Redis lost the first one, which is still here: settling that closes the task, whatever entry it has.
@@ -103,18 +110,12 @@ class Intake:
     async def give_up(self, tasks: Sequence[Task]) -> None:
         """Tasks that nobody finished in time fail by rule: their slots are free, a group that comes is superseded."""
         for task in tasks:
-            if task.task_id in self._seen:
-                continue
-            delivery = GroupDelivery("", 0, failed(task, LATE))
-            if task.kind == "train":
-                await self._reject([(delivery, "failed", LATE)])
+            if task.kind == "eval":
+                await self._evaluations.give_up(task, LATE)
+                self.arrived.set()
+            elif task.task_id not in self._seen:
+                await self._reject([(GroupDelivery("", 0, failed(task, LATE)), "failed", LATE)])
                 self._count_failures(("failed", LATE))
-                continue
-            if self.sheet is not None:
-                self.sheet.answers(delivery.group)
-            self._progress.event("failed", task=task.task_id, reason=LATE)
-            await self._port.settle(self._fence, [entry(delivery, "failed", LATE)])
-            self.arrived.set()
 
     async def form(self) -> Batch | None:
         """The next batch, when its groups are here; what has become stale is settled first."""
@@ -152,12 +153,6 @@ class Intake:
         for delivery in batch.deliveries:
             self._books.largest = max(self._books.largest, delivery.nbytes)
             self._seen.hold(delivery.group.task_id)
-
-    async def _receive_evaluation(self, delivery: GroupDelivery) -> None:
-        known = self.sheet is not None and self.sheet.answers(delivery.group)
-        verdict = entry(delivery, "evaluated") if known else entry(delivery, "superseded", "an earlier trainer asked")
-        await self._port.settle(self._fence, [verdict])
-        self.arrived.set()
 
     async def _reject(self, rejected: Sequence[tuple[GroupDelivery, Verdict, str]]) -> None:
         """Groups that no batch will use: noted in the next step record, settled now, their slots free."""

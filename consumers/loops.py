@@ -37,6 +37,7 @@ from consumers.books import Books
 from consumers.claim import Claim
 from consumers.contents import Contents
 from consumers.course import Course
+from consumers.evaluations import Evaluations
 from consumers.intake import Intake
 from consumers.outputs import Outputs
 from consumers.parts import Parts
@@ -82,8 +83,11 @@ class TrainerLoops:
         self._admitter = admitter = Admitter(
             claim, parts.config, parts.window, parts.curriculum, parts.seen, progress.admitted
         )
+        self._evaluations = evaluations = Evaluations(
+            claim, parts.config, parts.held_out, admitter, progress, parts.decode, parts.folder
+        )
         replaced = parts.config.trainer.dynamic_sampling * parts.window.groups_per_step
-        self._intake = intake = Intake(claim, admitter, progress, parts.seen, parts.window.slots, replaced)
+        self._intake = intake = Intake(claim, admitter, evaluations, progress, parts.seen, parts.window.slots, replaced)
         self._rollbacks = rollbacks = Rollbacks(intake.arrived.set)
         self._device = device = device_in_turns(port, parts.config)
         self._course = Course(
@@ -98,7 +102,8 @@ class TrainerLoops:
             admitter=admitter,
             intake=intake,
             saver=Saver(claim, parts, parts.seen, progress, troubles, worker, intake.arrived.set),
-            versions=Versions(claim, parts, publisher, progress, worker),
+            evaluations=evaluations,
+            versions=Versions(claim, parts, publisher, progress, worker, evaluations),
             outputs=Outputs(parts.folder, parts.fence.incarnation, claim.confirm),
             contents=Contents(port, parts, worker),
             rollbacks=rollbacks,
@@ -121,6 +126,7 @@ class TrainerLoops:
             await self._course.saver.close()
             await self._publisher.close()
             await self._worker.close()
+            self._evaluations.close()
             self._progress.close()
         # The name is the next trainer's once it has the run.
         await self._claim.confirm()
@@ -137,7 +143,7 @@ class TrainerLoops:
     # -- loops
 
     async def train(self) -> None:
-        """Resume, evaluate, make the steps, evaluate again. Waits for groups, which `intake` brings meanwhile."""
+        """Resume, make the steps, end the evaluations. Waits for groups, which `intake` brings meanwhile."""
         await self._course.resume()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ending_all(self.intake), name="intake")
@@ -173,7 +179,7 @@ class TrainerLoops:
             self._progress.note("clock", **await clock.offset(self._port.now_ms))
             self._contact = time.monotonic()
             await self._intake.give_up(overdue)
-            self._look_at_lines()
+            await self._look_at_lines()
             await wait_for(self._over, LEASE_S / 4)
 
     async def obey(self) -> None:
@@ -226,22 +232,23 @@ class TrainerLoops:
 
     # -- what it says of itself
 
-    def _look_at_lines(self) -> None:
+    async def _look_at_lines(self) -> None:
         self._progress.flush()
-        if self._progress.trouble:
-            self._troubles.begin("lines", self._progress.trouble)
+        await self._evaluations.flush()
+        if trouble := self._progress.trouble or self._evaluations.trouble:
+            self._troubles.begin("lines", trouble)
         else:
             self._troubles.end("lines")
 
     def _state(self) -> dict[str, Any]:
-        sheet = self._intake.sheet
         return {
             "version": str(self._books.version),
             "step": self._books.formed,
             "phase": self._lane.phase,
             "troubles": self._troubles.shown(),
             "missing_groups": self._intake.missing,
-            "missing_evaluations": sheet.missing if sheet else 0,
+            "missing_evaluations": self._evaluations.missing,
+            "evaluations": self._evaluations.shown(),
             "retained_bytes": self._books.retained.nbytes,
             "mended": self._port.mended,
             "answers": dict(self._rollbacks.answers),

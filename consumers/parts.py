@@ -56,7 +56,7 @@ class Parts:
     loaded: Loaded | None
     window: Window
     curriculum: Curriculum
-    held_out: Source
+    held_out: tuple[Source, ...]
     seen: SeenTasks
     """The verdicts that the newest checkpoint contains."""
     staleness: Staleness

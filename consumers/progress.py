@@ -168,6 +168,18 @@ class Progress:
         self._metrics.gauge("trainer_max_lag", max_lag, help="staleness.max_lag")
         self._metrics.gauge("trainer_retain_bytes", retain_bytes, help="broker.retain_bytes")
 
+    def evaluated(self, shown: Mapping[str, Any]) -> None:
+        """An evaluation has its result, as `consumers.evaluation.shown_of` tells it."""
+        self.event("evaluation", **shown)
+        self._metrics.gauge("evaluation_step", shown["step"], help="Step of the version that was evaluated last")
+        parts = shown["environments"] or {next(iter(shown["prompts"])): shown}
+        for environment, figures in parts.items():
+            told = {"environment": environment}
+            self._metrics.gauge("evaluation_accuracy", figures["accuracy"], help="Of that version, held out", **told)
+            self._metrics.gauge("evaluation_samples", figures["samples"], help="Rollouts of that", **told)
+            for k, value in figures["pass_at"].items():
+                self._metrics.gauge("evaluation_pass_at", value, help="pass@k of that version", k=k, **told)
+
     def agreement(self, *, disagree: bool) -> None:
         """Whether engines and trainer are known to disagree about the policy."""
         self._metrics.gauge("trainer_engine_disagrees", disagree, help="1: the KL from engine to trainer is too large")
@@ -257,6 +269,7 @@ class Progress:
         self,
         before: Result | None,
         after: Result | None,
+        evaluations: list[dict[str, Any]],
         balance: Iterable[Balance],
         steps: int,
         exported: Path,
@@ -288,6 +301,7 @@ class Progress:
                 }
                 for sheet in balance
             },
+            "evaluations": evaluations,
             "examples": paired(before, after),
             "export": str(exported),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from consumers.claim import Claim
+from consumers.evaluations import Evaluations
 from consumers.parts import Parts
 from consumers.progress import Progress
 from consumers.ranks.orders import Publish
@@ -15,7 +16,16 @@ from weightsync.publisher import Publisher
 class Versions:
     """One at a time, by the train loop only."""
 
-    def __init__(self, claim: Claim, parts: Parts, publisher: Publisher, progress: Progress, worker: Worker) -> None:
+    def __init__(
+        self,
+        claim: Claim,
+        parts: Parts,
+        publisher: Publisher,
+        progress: Progress,
+        worker: Worker,
+        evaluations: Evaluations,
+    ) -> None:
+        self._evaluations = evaluations
         self._port = claim.port
         self._parts = parts
         self._publisher = publisher
@@ -23,11 +33,15 @@ class Versions:
         self._progress = progress
         self._announced = 0
         """How often Redis had been made whole when the head was announced last."""
+        self._told = 0
+        """The same of the version that is evaluated, which may be an older one."""
         self.unpublished: PolicyVersion | None = None
         """The newest one, while no segment is free for it."""
 
     async def publish(self, version: PolicyVersion) -> None:
         """Raises WeightError, Fenced, BrokerUnavailable."""
+        # A head frees what nobody keeps, also in a Redis that has just come back without its pins.
+        await self._evaluations.pin()
         mended = self._port.mended
         begin = now()
         with self._parts.lane.during("weight_publish"):
@@ -47,9 +61,16 @@ class Versions:
 
     async def keep(self) -> None:
         """Publish what found no room; announce the newest one again to a Redis that came back without it."""
-        if self._port.mended > self._announced:
-            self._announced = self._port.mended
+        mended = self._port.mended
+        if mended > self._announced:
+            self._announced = mended
+            # A head frees what nobody keeps.
+            await self._evaluations.pin()
             await self._publisher.announce_again()
             self._progress.event("announced_again", mended=self._announced)
+        if mended > self._told:
+            self._told = mended
+            await self._evaluations.pin()
+            await self._evaluations.announce_again()
         if self.unpublished:
             await self.publish(self.unpublished)

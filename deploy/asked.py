@@ -42,7 +42,7 @@ def asked(
     tree["environments"] = [
         {**one, "options": {**one.get("options", {}), **given}, "weight": 1.0, "min_share": 0.0} for one in trees
     ]
-    tree["evaluation"]["environment"] = ""
+    tree["evaluation"]["environment"] = ()
     return validated(tree)
 
 

@@ -17,6 +17,7 @@ import typer
 
 from deploy.audit_cli import audit_app
 from deploy.env_cli import env_app
+from deploy.evaluate_cli import evaluate
 from deploy.generate_cli import generate
 from deploy.options import ConfigOption, JsonOption, RunOption, SetOption
 from deploy.portability_cli import portability_app
@@ -46,6 +47,7 @@ app.add_typer(env_app, name="env")
 app.add_typer(audit_app)
 app.add_typer(portability_app, name="portability")
 app.command()(generate)
+app.command()(evaluate)
 
 Result = TypeVar("Result")
 

@@ -1,8 +1,8 @@
-"""`headrace export`: the newest checkpoint of a run as a model folder.
+"""`headrace export`: a checkpoint of a run as a model folder.
 
 A process of its own writes it, because that loads torch:
 
-python -m deploy.exporting RUN_FOLDER MODEL_FOLDER OUT DTYPE
+python -m deploy.exporting RUN_FOLDER MODEL_FOLDER OUT DTYPE CHECKPOINT
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ _LONGEST_S = 3600.0
 
 
 def export_newest(run: RunFolder, out: Path) -> Path:
-    """Raises CheckpointError with the reason when there is no checkpoint, or it cannot be exported."""
+    """The newest checkpoint, as `export_checkpoint`."""
+    return export_checkpoint(run, None, out)
+
+
+def export_checkpoint(run: RunFolder, folder: Path | None, out: Path) -> Path:
+    """Of the checkpoint in `folder`, or the newest one. Returns where it was written.
+
+    Raises CheckpointError with the reason when there is no checkpoint, or it cannot be exported.
+    """
     facts = run.read_json(run.facts_file)
     if facts is None:
         raise ModelError(f"run {run.run_id} does not say where its model lies ({run.facts_file} is missing)")
     config = Config.model_validate(run.read_json(run.config_file) or {})
-    arguments = [str(run.path), facts["folder"], str(out.absolute()), config.model.wire_dtype]
+    arguments = [str(run.path), facts["folder"], str(out.absolute()), config.model.wire_dtype, str(folder or "")]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "deploy.exporting", *arguments],
@@ -42,7 +50,7 @@ def export_newest(run: RunFolder, out: Path) -> Path:
     return out.absolute()
 
 
-def main(folder: Path, model_folder: Path, out: Path, dtype: str) -> int:
+def main(folder: Path, model_folder: Path, out: Path, dtype: str, wanted: str) -> int:
     from consumers import checkpoint
     from consumers.export import export
 
@@ -50,7 +58,7 @@ def main(folder: Path, model_folder: Path, out: Path, dtype: str) -> int:
     try:
         if found is None:
             raise CheckpointError(f"run {folder.name} has no checkpoint yet")
-        export(found[1], model_folder, out, dtype)
+        export(Path(wanted) if wanted else found[1], model_folder, out, dtype)
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -58,5 +66,5 @@ def main(folder: Path, model_folder: Path, out: Path, dtype: str) -> int:
 
 
 if __name__ == "__main__":
-    run_folder, model_folder, out, dtype = sys.argv[1:]
-    sys.exit(main(Path(run_folder), Path(model_folder), Path(out), dtype))
+    run_folder, model_folder, out, dtype, wanted = sys.argv[1:]
+    sys.exit(main(Path(run_folder), Path(model_folder), Path(out), dtype, wanted))

@@ -156,7 +156,7 @@ class _Studio:
         try:
             await play_group(self.stage, TaskDelivery("", 1, task), in_play, self.wish.config.broker.task_deadline_s)
         except* HeadraceError as errors:
-            raise _first(errors) from None
+            raise first_of(errors) from None
         return [await self._shown(task, number, seat) for number, seat in enumerate(in_play.seats)]
 
     async def _shown(self, task: Task, number: int, seat: Seat) -> Shown:
@@ -269,7 +269,7 @@ def _progress() -> Iterator[Callable[[int], None]]:
         yield step
 
 
-def _first(errors: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
+def first_of(errors: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
     one: BaseException = errors
     while isinstance(one, BaseExceptionGroup):
         one = one.exceptions[0]

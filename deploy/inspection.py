@@ -119,7 +119,8 @@ def check_names(config: Config, sizes: Mapping[str, int]) -> None:
 
     engine_factory(config.producer.engine)
     Curriculum(config.run.seed, sources_of(config, sizes))
-    check_held_out(held_out_of(config, sizes), config.evaluation.prompts)
+    for source in held_out_of(config, sizes):
+        check_held_out(source, config.evaluation.prompts)
 
 
 def dataset_sizes(config: Config) -> dict[str, int]:

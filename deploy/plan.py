@@ -204,7 +204,8 @@ def localized(config: Config) -> Config:
     for environment in tree["environments"]:
         for named in (environment, *environment["reward"]):
             named["name"] = _absolute_file(named["name"], "environments")
-    tree["evaluation"]["environment"] = _absolute_file(tree["evaluation"]["environment"], "evaluation.environment")
+    evaluation = tree["evaluation"]
+    evaluation["environment"] = [_absolute_file(name, "evaluation.environment") for name in evaluation["environment"]]
     return Config.model_validate(tree)
 
 

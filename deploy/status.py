@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Set
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from broker.api import OperatorPort, Peer, RunState
 from broker.looks import QueueDepths
+from consumers.evaluation import JOURNAL, results_in
 from deploy.ages import age
 from deploy.printable import printable
 from deploy.report import balance_line, sheet_fields
@@ -21,6 +23,8 @@ from deploy.troubles import troubles
 NEARLY_FULL = 0.9
 """Of its memory."""
 MOST_COLUMNS = 1000
+MOST_RESULTS = 4
+"""Of evaluations, the newest."""
 
 
 async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
@@ -39,8 +43,23 @@ async def gather(run_id: str, operator: OperatorPort) -> dict[str, Any]:
         "queues": asdict(depths),
         "memory": {"used": used, "limit": limit},
         "balance": {sheet.kind: sheet_fields(sheet) for sheet in await operator.balance()},
+        "evaluations": evaluations(peers, (await operator.record()).folder),
         "notes": [*notes(state, peers, depths, time.time(), refusal), *memory_notes(used, limit)],
     }
+
+
+def evaluations(peers: list[Peer], folder: str) -> dict[str, Any]:
+    """The newest results and how far the one is that goes on, as the trainer says; without it, as its journal says."""
+    for peer in peers:
+        said = peer.state.get("evaluations")
+        if peer.role == "trainer" and peer.alive and isinstance(said, dict):
+            return said
+    try:
+        lines = (Path(folder) / JOURNAL).read_text(encoding="utf-8").splitlines() if folder else []
+    except (OSError, ValueError):
+        # On another machine, or there was none.
+        lines = []
+    return {"results": results_in(lines)[-MOST_RESULTS:]}
 
 
 def status_of(state: RunState, peers: list[Peer], refusal: str) -> str:
@@ -114,8 +133,26 @@ def show(console: Console, status: dict[str, Any]) -> None:
         console.print(f"balance, {kind}: {balance_line(sheet)}")
         for reason, count in sorted(sheet["reasons"].items()):
             console.print(f"    {count} {printable(reason)}", markup=False)
+    for line in evaluation_lines(status["evaluations"]):
+        console.print(printable(line), markup=False)
     for note in status["notes"]:
         console.print(printable(note), style="yellow", markup=False)
+
+
+def evaluation_lines(said: dict[str, Any]) -> Iterator[str]:
+    """One line for each result, and one for the evaluation that goes on."""
+    for result in said.get("results", ()):
+        rates = ", ".join(f"pass@{k} {rate:.1%}" for k, rate in result["pass_at"].items() if k != "1")
+        failed = f", {result['failed']} prompts without a sample" if result["failed"] else ""
+        yield (
+            f"evaluation of {result['version']}: accuracy {result['accuracy']:.1%}{rates and f', {rates}'} "
+            f"({result['samples']} samples{failed})"
+        )
+        for name, part in result["environments"].items():
+            yield f"    {name}: accuracy {part['accuracy']:.1%} ({part['samples']} samples)"
+    if going := said.get("going"):
+        answered = going["prompts"] - going["missing"]
+        yield f"evaluation of {going['version']} goes on: {answered} of {going['prompts']} prompts answered"
 
 
 def _processes(processes: list[dict[str, Any]], *, seen: bool) -> Table:

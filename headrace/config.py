@@ -230,13 +230,35 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, le=LARGEST_COUNT)
 
 
-class EvaluationConfig(Section):
-    """Held-out evaluation before the first and after the last step; `prompts` 0 turns it off."""
+def _label_list(given: Any) -> Any:
+    """Labels are given as one, or as a list."""
+    if isinstance(given, str):
+        return (given,) if given else ()
+    return tuple(given) if isinstance(given, list) else given
 
-    environment: str = ""
-    """Label of the environment to evaluate on; empty is the first of `environments`."""
+
+class EvaluationConfig(Section):
+    """Held-out evaluation before the first and after the last step, and beside the others; `prompts` 0 turns it off."""
+
+    environment: Annotated[tuple[str, ...], BeforeValidator(_label_list)] = ()
+    """Label of the environment to evaluate on, or a list of them; empty is the first of `environments`."""
+    every: int = Field(0, ge=0, le=LARGEST_COUNT)
+    """Optimizer steps between two evaluations while training goes on; 0 is none."""
     prompts: int = Field(0, ge=0, le=1_000_000)
+    """Held-out prompts of each environment."""
     samples_per_prompt: int = Field(20, ge=1, le=4096)
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    """The same seed asks and samples the same in each evaluation; none is `run.seed`."""
+    temperature: float | None = Field(None, ge=0.0, le=10.0)
+    """This and the next three: none is that of `sampling`."""
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=0, le=LARGEST_SIZE)
+    max_new_tokens: int | None = Field(None, ge=1, le=LARGEST_SIZE)
+
+    def sampling(self, training: SamplingConfig) -> SamplingConfig:
+        """How held-out prompts are sampled, in a run that samples its training prompts so."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
+        return training.model_copy(update={name: value for name, value in own.items() if value is not None})
 
 
 class BrokerConfig(Section):
@@ -293,6 +315,11 @@ class Config(Section):
                 f"sampling.max_new_tokens: {self.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"model.context_length = {self.model.context_length}"
             )
+        if (self.evaluation.max_new_tokens or 0) >= self.model.context_length:
+            raise ValueError(
+                f"evaluation.max_new_tokens: {self.evaluation.max_new_tokens} leaves no room for a prompt in "
+                f"model.context_length = {self.model.context_length}"
+            )
         check_trainer(self.trainer, self.sampling.max_new_tokens)
         check_ranks(self.trainer, self.trainer.ranks, self.run.placement)
         if self.run.placement != "disaggregated" and self.producer.engine in SERVER_ENGINES:
@@ -306,7 +333,7 @@ class Config(Section):
 SERVER_ENGINES = ("sglang", "openai")
 
 
-def _check_environments(environments: tuple[EnvironmentConfig, ...], evaluated: str) -> None:
+def _check_environments(environments: tuple[EnvironmentConfig, ...], evaluated: tuple[str, ...]) -> None:
     if not environments:
         raise ValueError("environments: at least one environment is needed")
     labels = [environment.called for environment in environments]
@@ -323,8 +350,10 @@ def _check_environments(environments: tuple[EnvironmentConfig, ...], evaluated: 
     least = sum(Decimal(repr(environment.min_share)) for environment in environments)
     if least > 1:
         raise ValueError(f"environments: the min_share of all are {least} together, more than 1; lower them")
-    if evaluated and evaluated not in labels:
+    if twice := next((label for label in evaluated if evaluated.count(label) > 1), None):
+        raise ValueError(f"evaluation.environment: {twice!r} stands twice; leave one of the two out")
+    if unknown := next((label for label in evaluated if label not in labels), None):
         raise ValueError(
-            f"evaluation.environment: {evaluated!r} is none of the environments ({', '.join(labels)}); add it to "
+            f"evaluation.environment: {unknown!r} is none of the environments ({', '.join(labels)}); add it to "
             "them, with weight = 0 when it is not to be trained on"
         )

@@ -17,7 +17,7 @@ from headrace.telemetry.phases import IDLE_PREFIX, Lane, idle_fraction
 from headrace.telemetry.recorder import Recorder, so_far
 from producers.engines.api import Engine, EngineStats
 from producers.rewards.worker import Score
-from weightsync.receiver import Commit
+from weightsync.commits import Commit
 from weightsync.transports import KINDS
 
 GROUP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from broker.messages import TaskDelivery
+from broker.messages import Task, TaskDelivery
 from headrace.version import PolicyVersion
 from producers.in_play import InPlay
 
@@ -24,6 +24,8 @@ class Held:
     budget_s: float
     """Until the task's deadline, from when it was taken."""
     waits_for_version: bool
+    unavailable: str = ""
+    """Why an evaluation's version cannot be had here."""
     held_back: bool = False
     """Its environment's scores are behind (`producers/backlog.py`)."""
     let_in: asyncio.Event = field(default_factory=asyncio.Event)
@@ -34,6 +36,10 @@ class Held:
     job: asyncio.Task[None] | None = None
     earlier: list[TaskDelivery] = field(default_factory=list)
     """Of the same task, by other entries that the broker has: which of all counts, its answer to the group says."""
+
+    @property
+    def evaluates(self) -> bool:
+        return self.delivery.task.kind == "eval"
 
     def came_again(self, delivery: TaskDelivery) -> None:
         """By the same entry, or by another one."""
@@ -49,9 +55,11 @@ class Held:
             *self.earlier, self.delivery = left
 
 
-def too_old(version: PolicyVersion | None, delivery: TaskDelivery) -> bool:
-    """A task may not start on a version older than it says."""
-    return version is None or version < delivery.task.min_version
+def may_start(version: PolicyVersion | None, task: Task) -> bool:
+    """A training task may start on the version that it names or a newer one, an evaluation on that one alone."""
+    if version is None:
+        return False
+    return version == task.min_version if task.kind == "eval" else version >= task.min_version
 
 
 def phase(held: Collection[Held], version: PolicyVersion | None, outage: bool = False) -> str:

@@ -1,6 +1,7 @@
 """The jobs of a producer: each plays one task that it holds, from when it is taken until its group is published.
 
-A job waits for a version as new as its task asks for (`committed`), until its environment's scores are not behind any
+A job waits for a version that its task may start on (`committed`; training tasks that evaluations would keep waiting
+are given back), until its environment's scores are not behind any
 more (`let_in`), for its completions, for its scores, and for the broker's answer to its publish. It ends by the task's
 deadline, by `lose`, by `stop_stragglers`, or after `drain`.
 """
@@ -13,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from broker.api import ProducerPort, Published
-from broker.messages import Group, TaskDelivery
+from broker.messages import Group, Task, TaskDelivery
 from headrace.config import Config
 from headrace.errors import BrokerUnavailable, Refused
 from headrace.version import PolicyVersion
@@ -21,15 +22,20 @@ from producers.backlog import Load, Loads, flows, loads_of, must_hold_back, room
 from producers.capacity import Capacity
 from producers.gauges import Gauges
 from producers.group import Stage, failed_group, play_group
-from producers.holding import Held, phase, too_old
+from producers.holding import Held, may_start, phase
 from producers.in_play import InPlay
 from producers.stragglers import reason, stragglers
-from weightsync.receiver import Commit
+from producers.visits import outlives, pressing, stays, visit
+from weightsync.commits import Commit
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.25
 """Between two tries to publish while the producer leaves; before that, the port itself waits for the broker."""
+
+
+class _Elsewhere(Exception):
+    """Other producers can begin this task before this one can."""
 
 
 @dataclass(slots=True)
@@ -49,6 +55,14 @@ class Jobs:
     """Set, and replaced by a new one, at each commit."""
     head: PolicyVersion | None = None
     """The newest version there is, in the engine or not."""
+    newest: PolicyVersion | None = None
+    """The newest version that was ever committed."""
+    visiting: bool = False
+    """The engine went back to an earlier one for an evaluation."""
+    shut: bool = False
+    """A task was given back: none is taken before the next commit."""
+    leaving_version: bool = False
+    """The engine is about to leave its version: nothing begins that must end on it."""
     outage: str = ""
     """Why calls to the broker wait; empty while it answers."""
     _drained: bool = False
@@ -72,7 +86,7 @@ class Jobs:
         return loads_of(self.held.values())
 
     def room(self) -> int:
-        return room(self.held.values(), self.version, self.capacity)
+        return 0 if self.shut else room(self.held.values(), self.version, self.capacity)
 
     def phase(self) -> str:
         return phase(self.held.values(), self.version, bool(self.outage))
@@ -100,8 +114,10 @@ class Jobs:
     def on_commit(self, commit: Commit) -> None:
         """A new version is in the engine: called by the receiver."""
         self.gauges.committed(commit)
-        before, self.committed = self.committed, asyncio.Event()
-        before.set()
+        self.shut = False
+        self.visiting, self.leaving_version = self.newest is not None and commit.version < self.newest, False
+        self.newest = self.newest if self.visiting else commit.version
+        self._tell_versions()
         self.stop_stragglers()
         self.moved()
 
@@ -109,6 +125,33 @@ class Jobs:
         """There is a newer version: called by the receiver, before it is in the engine."""
         self.head = head
         self.stop_stragglers()
+        self._tell_versions()
+
+    # -- steering (`weightsync/steering.py`)
+
+    @property
+    def pressing(self) -> bool:
+        return pressing(self.held.values())
+
+    def visit(self) -> PolicyVersion | None:
+        return visit(self.held.values(), self.version, self.head)
+
+    def leaves(self) -> bool:
+        self.leaving_version = not self._stays
+        return self.leaving_version
+
+    def unavailable(self, version: PolicyVersion) -> None:
+        for held in self.held.values():
+            if held.evaluates and held.waits_for_version and held.delivery.task.min_version == version:
+                held.unavailable = f"version {version} cannot be had here any more"
+        self._tell_versions()
+
+    def _tell_versions(self) -> None:
+        """Whoever waits for a version looks again."""
+        before, self.committed = self.committed, asyncio.Event()
+        before.set()
+
+    # -- what is held
 
     def on_outage(self, why: str) -> None:
         """Calls to the broker wait, and why; or it answers again. Called by the port."""
@@ -135,13 +178,17 @@ class Jobs:
             self.held[delivery.entry_id] = again
             return None
         in_play = InPlay(task.group_size, self.moved)
-        held = Held(delivery, in_play, budget_s, too_old(self.version, delivery))
+        held = Held(delivery, in_play, budget_s, not self._may_start(task))
         self.held[delivery.entry_id] = held
         return held
 
     async def play(self, held: Held) -> None:
         """One job: wait for the version, play, score, publish."""
-        group = await self._group(held)
+        try:
+            group = await self._group(held)
+        except _Elsewhere:
+            await self._give_back(held)
+            return
         held.publishing = True
         # Groups that are ready at the same moment leave together: that is for the port to see.
         answer = await self._publish(held, group)
@@ -199,9 +246,11 @@ class Jobs:
         why = f"the task's deadline passed: no version {held.delivery.task.min_version} came"
         try:
             async with asyncio.timeout_at(deadline):
-                await self._caught_up(held)
-                why = "the task's deadline passed: the scores of its environment are behind"
-                why = await self._let_in(held)
+                why = await self._caught_up(held)
+                if not why:
+                    why = "the task's deadline passed: the scores of its environment are behind"
+                    # The engine may have gone elsewhere while it was held back.
+                    why = await self._let_in(held) or await self._caught_up(held)
         except TimeoutError:
             held.waits_for_version = False
         if why:
@@ -210,11 +259,49 @@ class Jobs:
         held.in_play.begin()
         return await play_group(self.stage, held.delivery, held.in_play, max(0.0, deadline - loop.time()))
 
-    async def _caught_up(self, held: Held) -> None:
-        """A task may not start on a version older than it says."""
-        while too_old(self.version, held.delivery):
+    def _may_start(self, task: Task) -> bool:
+        """Now, in this engine: no training on a version that is only visited, no evaluation on one that it leaves."""
+        if not may_start(self.version, task):
+            return False
+        if task.kind == "eval":
+            return not self.leaving_version
+        max_lag = self.config.staleness.max_lag
+        return not self.visiting and not (self._stays and outlives(self.version, self.head, max_lag))
+
+    @property
+    def _stays(self) -> bool:
+        return stays(self.held.values())
+
+    async def _caught_up(self, held: Held) -> str:
+        """Wait for a version that the task may start on. Why none will come; empty once it is there.
+
+        Raises _Elsewhere for a training task that waits for evaluations.
+        """
+        while not self._may_start(held.delivery.task) and not held.unavailable:
+            held.waits_for_version = True
+            if not held.evaluates and (self.visiting or self._stays):
+                raise _Elsewhere
             await self.committed.wait()
         held.waits_for_version = False
+        if held.evaluates:
+            self._tell_versions()
+        self.moved()
+        return held.unavailable
+
+    async def _give_back(self, held: Held) -> None:
+        """Every delivery of a task that others can begin sooner."""
+        self.shut = held.publishing = True
+        given = set[str]()
+        while waiting := {one.entry_id for one in (*held.earlier, held.delivery)} - given:
+            try:
+                await self.port.give_back(self.name, sorted(waiting))
+            except (BrokerUnavailable, Refused):
+                if not self.leaving.is_set():
+                    raise
+                return
+            given |= waiting
+        self.held.pop(held.delivery.entry_id, None)
+        self.gauges.event("passed_on", task=held.delivery.task.task_id)
         self.moved()
 
     async def _let_in(self, held: Held) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from broker.messages import FinishReason, Task
+from broker.messages import FinishReason, Task, TaskKind
 from headrace.config import EnvironmentConfig, SamplingConfig
 from headrace.errors import ModelError
 from producers.chat import Chat
@@ -46,6 +46,11 @@ class Player:
     """By what tasks call an environment; one that is not there has no limits of its own."""
     asking: Callable[[], AbstractContextManager[None]] = nullcontext
     """Is told of each call that asks the engine for tokens."""
+    evaluation: SamplingConfig | None = None
+    """How evaluations are sampled, where it is not as training is."""
+
+    def sampling_of(self, kind: TaskKind) -> SamplingConfig:
+        return self.evaluation if kind == "eval" and self.evaluation is not None else self.sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +174,7 @@ class _Game:
         return tuple(replace(call, call_id=f"call{next(self._numbers):05d}") for call in calls)
 
     async def _complete(self) -> Completion:
-        engine, sampling = self._player.engine, self._player.sampling
+        engine, sampling = self._player.engine, self._player.sampling_of(self._task.kind)
         turn = len(self._turns)
         request = Request(
             # Numbered: a task that was taken from this producer and comes back is another request.

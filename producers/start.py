@@ -139,6 +139,7 @@ async def _receiver(
         in_place=Arena() if config.run.placement != "disaggregated" else None,
         on_commit=jobs.on_commit,
         on_head=jobs.on_head,
+        steering=jobs,
     )
 
 
@@ -215,7 +216,8 @@ async def _serve(endpoint: Endpoint, told: Invocation, config: Config, stack: As
 def player_of(config: Config, engine: Engine, chat: Chat, turns: Turns | None = None) -> Player:
     """`turns` are told of what is asked of the engine."""
     calls = Calls(config.producer.reward_deadline_s)
-    player = Player(engine, chat, config.sampling, calls, environments_of(config))
+    evaluation = config.evaluation.sampling(config.sampling)
+    player = Player(engine, chat, config.sampling, calls, environments_of(config), evaluation=evaluation)
     return player if turns is None else replace(player, asking=turns.asking)
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ class Player:
         self.paused = False
         self.most = sys.maxsize
         """Tasks that it answers; the next one after them it does not even take."""
+        self.mixes = 0
+        """So many groups of evaluations are begun on another version than their own."""
+        self.withheld: list[TaskDelivery] | None = None
+        """Where it is a list, evaluation tasks are kept there instead of being answered."""
         self.may_be_superseded = False
         self.logprob = -5.55
         """Of every token: about what the tiny model gives it."""
@@ -81,12 +86,23 @@ class Player:
                 await self._answer(delivery)
         self.left.set()
 
+    async def release(self) -> None:
+        """Answer the evaluation tasks that were withheld, and all later ones."""
+        withheld, self.withheld = self.withheld or [], None
+        for delivery in withheld:
+            await self._answer(delivery)
+
     async def _answer(self, delivery: TaskDelivery) -> None:
+        if self.withheld is not None and delivery.task.kind == "eval":
+            self.withheld.append(delivery)
+            return
         version: PolicyVersion | None = None
         while version is None or version < delivery.task.min_version:
             if self.ended.is_set():
                 return
             version = await self.port.wait_head(version, 100)
+        if delivery.task.kind == "eval":
+            version = delivery.task.min_version
         if version not in self.manifests and (manifest := await self.port.manifest(version)):
             self.manifests[version] = manifest
         group = self.group(delivery, version)
@@ -107,6 +123,10 @@ class Player:
         members = tuple(
             self._trajectory(np.random.default_rng([task.seed, i]), version) for i in range(task.group_size)
         )
+        if task.kind == "eval":
+            span = VersionSpan(4, 4 + self.completion, version, "kept" if self.mixes else "fresh")
+            self.mixes = max(0, self.mixes - 1)
+            members = tuple(replace(member, spans=(span,)) for member in members)
         return Group(**common, trajectories=members)
 
     def _trajectory(self, rng: np.random.Generator, version: PolicyVersion) -> Trajectory:

@@ -17,7 +17,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from broker.api import Versions, WeightsPort
@@ -25,16 +25,21 @@ from headrace.errors import WireError
 from headrace.telemetry.clock import epoch, now
 from headrace.version import PolicyVersion
 from weightsync.arena import Arena
+from weightsync.commits import Commit, ReceiverStats
 from weightsync.digests import Pace
 from weightsync.leasing import leased
 from weightsync.manifest import Layout, Manifest, decode
 from weightsync.mapping import MapsVersions, mappable, mapped
 from weightsync.placement import Bytes, Placement, tensors_in
 from weightsync.staging import ROUND_CHUNKS, backoff_s, given_up, gives_way, next_version
+from weightsync.steering import Onward, Steering
 from weightsync.transports.api import Transport, Unavailable
 from weightsync.transports.shm import ShmTransport
 
 log = logging.getLogger(__name__)
+
+PRESSING_MS = 100
+"""Longest wait for a newer version while the engine may soon leave its own, or an earlier one be wanted."""
 
 
 class StagingEngine(Protocol):
@@ -46,50 +51,6 @@ class StagingEngine(Protocol):
     def back_buffer(self, layout: Layout) -> Bytes: ...
 
     async def commit(self, version: PolicyVersion) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """One version's way into the engine. Seconds each."""
-
-    version: PolicyVersion
-    nbytes: int
-    """That were brought; 0 of one that is read in place."""
-    fetch_s: float
-    """From the first chunk to the last, digests and rests included."""
-    verify_s: float
-    """From then on until it was sealed and its digests were compared."""
-    commit_s: float
-    """How long decoding stood still, as the engine says."""
-    latency_s: float
-    """From the seal to the end of the commit; exact on one host, else off by the difference of the clocks."""
-    sealed_at: float = 0.0
-    """Seconds since the epoch, like the next ones, but by the clock of the trainer's host."""
-    arrived_at: float = 0.0
-    """When its first chunk was fetched."""
-    verified_at: float = 0.0
-    ended_at: float = 0.0
-    """When decoding went on with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverStats:
-    """Counters since start; a reader takes differences."""
-
-    commits: int = 0
-    staged_bytes: int = 0
-    fetch_s: float = 0.0
-    verify_s: float = 0.0
-    commit_s: float = 0.0
-    last_latency_s: float = 0.0
-    skipped: int = 0
-    """Versions whose staging was dropped for a newer one."""
-    vanished: int = 0
-    """Versions that were freed before or while they were read."""
-    damaged: int = 0
-    """Versions with a digest that did not match; never committed."""
-    refused: int = 0
-    """Manifests that are not valid, not those of this run and version, or not those of what was staged."""
 
 
 class _Outcome(enum.Enum):
@@ -120,10 +81,12 @@ class Receiver:
         in_place: Arena | None = None,
         on_commit: Callable[[Commit], None] | None = None,
         on_head: Callable[[PolicyVersion], None] | None = None,
+        steering: Steering | None = None,
     ) -> None:
         """`holder` names this producer in leases; `share` of the wall time is copied or hashed while staging;
         `in_place`: where an engine that can reads versions of this host, instead of a copy;
         after each `round_chunks` it looks for a newer head. `on_head` is told of each newer head, before it is staged.
+        `steering` may hold it on a version, and send it back to an earlier one; without, it follows the newest.
 
         Raises WeightError when there is no folder for segments.
         """
@@ -140,6 +103,8 @@ class Receiver:
         self._in_place = in_place
         self._on_commit = on_commit
         self._on_head = on_head
+        self._steering = steering or Onward()
+        self._visited: PolicyVersion | None = None  # the earlier version that is being staged now
         self._versions = Versions()
         self._stats = ReceiverStats()
         self._skips_in_a_row = 0
@@ -162,7 +127,10 @@ class Receiver:
         failed: PolicyVersion | None = None
         failures = 0
         while not stopping.is_set():
+            if await self._visit(stopping):
+                continue
             block_ms = self._block_ms if failed is None else min(self._block_ms, int(backoff_s(failures) * 1000) + 1)
+            block_ms = min(block_ms, PRESSING_MS) if self._steering.pressing else block_ms
             version = self._wanted(failed)
             if version is None:
                 await self._look(block_ms)
@@ -176,6 +144,20 @@ class Receiver:
                 failed, failures = version, failures + 1
             else:
                 failed, failures = None, 0
+
+    async def _visit(self, stopping: asyncio.Event) -> bool:
+        """Bring an earlier version into the engine, where one is wanted; whether one was."""
+        version = self._steering.visit()
+        if version is None:
+            return False
+        self._visited = version
+        try:
+            outcome = await self._take(version, stopping)
+        finally:
+            self._visited = None
+        if outcome not in (_Outcome.COMMITTED, _Outcome.STOPPED):
+            self._steering.unavailable(version)
+        return True
 
     def _wanted(self, failed: PolicyVersion | None) -> PolicyVersion | None:
         return next_version(self._versions, self._engine.version, failed)
@@ -220,7 +202,7 @@ class Receiver:
         for part, digests in enumerate(staged):
             if failed := await self._mend(sealed, part, digests, out, stopping):
                 return failed
-        return await self._commit(sealed, manifest.layout.nbytes, start, fetched)
+        return await self._commit(sealed, manifest.layout.nbytes, start, fetched, stopping)
 
     async def _map(self, arena: Arena, engine: MapsVersions, manifest: Manifest, stopping: asyncio.Event) -> _Outcome:
         """Take a version of this host in where it lies, once it is sealed."""
@@ -235,16 +217,30 @@ class Receiver:
         if data is None:
             return _Outcome.DAMAGED
         engine.map(manifest.layout, data)
-        return await self._commit(sealed, 0, start, start)
+        return await self._commit(sealed, 0, start, start, stopping)
 
-    async def _commit(self, sealed: Manifest, nbytes: int, start: float, fetched: float) -> _Outcome:
+    async def _commit(
+        self, sealed: Manifest, nbytes: int, start: float, fetched: float, stopping: asyncio.Event
+    ) -> _Outcome:
         """What is staged and verified becomes the engine's version; `nbytes` were brought for it."""
         verified = time.perf_counter()
+        if kept := await self._leave(sealed.version, stopping):
+            return kept
         commit_s = await self._engine.commit(sealed.version)
         seconds = fetched - start, verified - fetched, commit_s, time.time() - sealed.sealed_s
         times = sealed.sealed_s, epoch(start), epoch(verified), now()
         self._book(Commit(sealed.version, nbytes, *seconds, *times))
         return _Outcome.COMMITTED
+
+    async def _leave(self, version: PolicyVersion, stopping: asyncio.Event) -> _Outcome | None:
+        """Wait until the engine may leave its version. None once it may go to this one, which is whole by now."""
+        while not self._steering.leaves():
+            if stopping.is_set():
+                return _Outcome.STOPPED
+            head = (await self._look(PRESSING_MS)).head
+            if version != self._visited and head is not None and head > version:
+                return _Outcome.SKIPPED
+        return None
 
     async def _manifest(self, version: PolicyVersion) -> Manifest | _Outcome:
         data = await self._port.manifest(version)
@@ -345,6 +341,8 @@ class Receiver:
 
     async def _gives_way(self, manifest: Manifest, staged: float) -> bool:
         """A version that was not sealed when it was begun to be staged gives way however much of it is there."""
+        if manifest.version == self._visited:
+            return False
         head = (await self._look()).head
         return gives_way(manifest.version, head, staged if manifest.sealed else 0.0, self._skips_in_a_row)
 

@@ -46,6 +46,17 @@ class Gated(Counting):
         return Waiting(f"{split} {index}", index, self._gate)
 
 
+class Examined(Gated):
+    """No held-out episode begins while the file `gate` exists; training goes on. Some answers are right."""
+
+    def episode(self, split: str, index: int, seed: int) -> SingleTurn:
+        gated = super().episode(split, index, seed)
+        return gated if split == "eval" else SingleTurn(f"{split} {index}", answer=index)
+
+    def correct(self, rollout: Rollout) -> bool:
+        return sum(map(ord, rollout.completion)) % 2 == 0
+
+
 class Waiting(SingleTurn):
     def __init__(self, prompt: str, answer: int, gate: Path) -> None:
         super().__init__(prompt, answer=answer)

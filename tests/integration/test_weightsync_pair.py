@@ -16,9 +16,10 @@ from headrace.errors import WeightError
 from headrace.version import PolicyVersion
 from tests.weights import HOST, LAYOUT, LEASE_S, Engine, Trainer, flat, flip, gated, receiving, tensors, training
 from weightsync.arena import Arena
+from weightsync.commits import Commit
 from weightsync.manifest import Layout, decode, encode
 from weightsync.placement import Bytes, chunk_bounds
-from weightsync.receiver import Commit, Receiver
+from weightsync.receiver import Receiver
 from weightsync.transports import shm
 from weightsync.transports.shm import ShmTransport
 

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.curriculum import Curriculum, Prompt, Source, evaluation_tasks, held_out_of, shuffled, sources_of
+from consumers.curriculum import (
+    Curriculum,
+    Prompt,
+    Source,
+    check_held_out,
+    held_out_of,
+    held_out_task,
+    shuffled,
+    sources_of,
+)
 from consumers.shares import LONGEST_CYCLE, counts, order, shares
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -113,7 +122,11 @@ def test_a_run_asks_by_label_and_may_evaluate_on_what_it_does_not_train_on() -> 
     sizes = {"train/a": 3, "eval/a": 1, "train/b": 0, "eval/b": 4}
     sources = sources_of(config, sizes)
     assert {name for _, name, *_ in _tasks(Curriculum(0, sources), 9)} == {"a"}
-    assert held_out_of(config, sizes) == Source("b", 4)
+    assert held_out_of(config, sizes) == (Source("b", 4),)
+    both = Config.model_validate(
+        {"environments": environments, "evaluation": {**evaluation, "environment": ["b", "a"]}}
+    )
+    assert held_out_of(both, sizes) == (Source("b", 4), Source("a", 1))
     with pytest.raises(ConfigError, match="does not say how many prompts train/b has"):
         sources_of(config, {"train/a": 3})
 
@@ -150,17 +163,17 @@ def test_an_environment_without_prompts_is_refused_by_name() -> None:
         Curriculum(0, (Source("sums", 0),))
 
 
-def test_both_evaluations_ask_the_same() -> None:
-    asked = {}
-    for when, version in (("before", FIRST), ("after", PolicyVersion(1, 9))):
-        tasks = evaluation_tasks(when, Source("sums", 4), 4, seed=3, group_size=5, version=version, deadline_ms=1)
-        assert all(task.kind == "eval" and task.min_version == version and task.group_size == 5 for task in tasks)
-        asked[when] = [(task.index, task.seed) for task in tasks]
-        asked[f"{when} ids"] = [task.task_id for task in tasks]
-    assert asked["before"] == asked["after"]
-    assert not set(asked["before ids"]) & set(asked["after ids"])
+def test_all_evaluations_of_a_seed_ask_the_same() -> None:
+    asked = {
+        version: held_out_task("eval", "sums", 3, seed=3, group_size=5, version=version, deadline_ms=1)
+        for version in (FIRST, PolicyVersion(1, 9))
+    }
+    assert all(task.kind == "eval" and task.min_version == version for version, task in asked.items())
+    assert len({(task.index, task.seed, task.group_size) for task in asked.values()}) == 1
+    other = held_out_task("eval", "sums", 3, seed=4, group_size=5, version=FIRST, deadline_ms=1)
+    assert other.seed != asked[FIRST].seed
 
 
 def test_more_held_out_prompts_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation.prompts = 5: environment 'sums' has only 4 held-out prompts"):
-        evaluation_tasks("before", Source("sums", 4), 5, seed=0, group_size=1, version=FIRST, deadline_ms=1)
+        check_held_out(Source("sums", 4), 5)

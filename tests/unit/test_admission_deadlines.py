@@ -28,17 +28,16 @@ class FarAhead(MemoryRun):
 
 async def test_deadlines_are_on_the_brokers_clock(record: RunRecord) -> None:
     port = FarAhead(record.run_id, RunStore(record), 3)
-    config = Config.model_validate({"broker": {"task_deadline_s": 60}, "evaluation": {"prompts": 1}})
+    config = Config.model_validate({"broker": {"task_deadline_s": 60}})
     books = Books(1, 0, 0, Batcher(2, Staleness(1)))
     books.begin(History({}))
     curriculum = Curriculum(0, (Source("arithmetic", 8),))
     claim = Claim(port, await port.take_fence(0), books)
     admitter = Admitter(claim, config, Window(2, 1, 10), curriculum, SeenTasks(9))
-    tasks: list[Task] = await admitter.evaluation("before", Source("arithmetic", 8))
+    assert await admitter.deadline_ms() == AHEAD_MS + 60_000
     assert await admitter.fill() == 2
-    tasks += [delivery.task for delivery in await port.take("p0", 8, 0)]
+    tasks: list[Task] = [delivery.task for delivery in await port.take("p0", 8, 0)]
     assert [(task.kind, task.deadline_ms) for task in tasks] == [
-        ("eval", AHEAD_MS + 60_000),
         ("train", AHEAD_MS + 60_000),
         ("train", AHEAD_MS + 60_000),
     ]

@@ -248,12 +248,40 @@ def test_flatten_gives_the_leaves() -> None:
 def test_environments_share_as_written() -> None:
     tenths = [{"name": f"e{i}", "min_share": 0.1} for i in range(10)]
     config = Config.model_validate({"environments": tenths, "evaluation": {"environment": "e3"}})
-    assert config.evaluation.environment == "e3", "ten tenths are not more than one"
+    assert config.evaluation.environment == ("e3",), "ten tenths are not more than one"
     one_name = [{"name": "arithmetic", "label": "easy"}, {"name": "arithmetic", "weight": 0}]
     assert [one.called for one in Config.model_validate({"environments": one_name}).environments] == [
         "easy",
         "arithmetic",
     ]
+
+
+def test_evaluations_are_sampled_as_training_is_where_they_do_not_say() -> None:
+    config = Config.model_validate(
+        {
+            "environments": [{"name": "arithmetic", "label": name} for name in "ab"],
+            "sampling": {"temperature": 0.7, "top_k": 5, "stop": ["."]},
+            "evaluation": {"environment": ["b", "a"], "temperature": 0.0, "max_new_tokens": 9},
+        }
+    )
+    assert config.evaluation.environment == ("b", "a")
+    sampled = config.evaluation.sampling(config.sampling)
+    assert (sampled.temperature, sampled.top_k, sampled.max_new_tokens, sampled.stop) == (0.0, 5, 9, (".",))
+    assert Config().evaluation.sampling(config.sampling) == config.sampling
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "sentence"),
+    [
+        ({"environment": ["arithmetic", "arithmetic"]}, "'arithmetic' stands twice; leave one of the two out"),
+        ({"environment": ["arithmetic", "b"]}, r"'b' is none of the environments \(arithmetic\)"),
+        ({"max_new_tokens": 512}, "evaluation.max_new_tokens: 512 leaves no room for a prompt"),
+        ({"every": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_evaluations_that_cannot_be(evaluation: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Config.model_validate({"evaluation": evaluation})
 
 
 def test_an_environment_that_is_never_trained_on_has_no_least_share() -> None:

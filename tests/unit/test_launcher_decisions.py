@@ -213,7 +213,7 @@ def test_files_and_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.M
     assert config.trainer.reference == str(tmp_path / "model")
     assert config.run.folder == str(tmp_path / "runs")
     assert [entry.name for entry in config.environments] == [f"{tmp_path}/env.py:Mine", "pkg.mod:Other"]
-    assert config.evaluation.environment == config.environments[0].name
+    assert config.evaluation.environment == (config.environments[0].name,)
     assert config.environments[0].reward[0].name == f"{tmp_path}/env.py:score"
     assert localized(resolve(None, {}, ["model.path=owner/model"]).config).model.path == "owner/model"
     assert localized(resolve(None, {}, ()).config).trainer.reference == "initial", "a word, also where a folder has it"

@@ -101,7 +101,7 @@ def test_reasons_are_shown_as_they_are() -> None:
         "processes": processes,
         "refusal": "",
     }
-    show(console, {**state, "balance": {"train": sheet}, "notes": ["1 dead: see [it]"]})
+    show(console, {**state, "evaluations": {}, "balance": {"train": sheet}, "notes": ["1 dead: see [it]"]})
     assert isinstance(console.file, io.StringIO)
     said = console.file.getvalue()
     assert "p\\x1b[2J  producer  [/h]" in said

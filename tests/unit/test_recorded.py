@@ -29,7 +29,7 @@ from producers.in_play import InPlay
 from producers.rewards.pool import Pool
 from producers.rewards.worker import Call
 from tests.support import make_group, make_task
-from weightsync.receiver import Commit
+from weightsync.commits import Commit
 
 FIRST = PolicyVersion(1, 0)
 

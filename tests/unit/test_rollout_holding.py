@@ -8,7 +8,7 @@ from broker.messages import TaskDelivery
 from headrace.version import PolicyVersion
 from producers.backlog import room
 from producers.capacity import Capacity
-from producers.holding import Held, phase, too_old
+from producers.holding import Held, may_start, phase
 from producers.in_play import InPlay
 from tests.support import make_task
 
@@ -22,12 +22,12 @@ def held(playing: int = 0, scoring: int = 0, waits: bool = False) -> Held:
     return Held(TaskDelivery("1-0", 1, make_task("t")), in_play, 10.0, waits)
 
 
-def test_a_task_starts_on_its_version_or_a_newer_one() -> None:
-    delivery = TaskDelivery("1-0", 1, replace(make_task("t"), min_version=NEW))
-    assert too_old(None, delivery)
-    assert too_old(OLD, delivery)
-    assert not too_old(NEW, delivery)
-    assert not too_old(PolicyVersion(2, 1), delivery)
+def test_a_task_starts_on_its_version_or_a_newer_one_and_an_evaluation_on_its_own_alone() -> None:
+    task = replace(make_task("t"), min_version=NEW)
+    versions = (None, OLD, NEW, PolicyVersion(2, 1))
+    assert [may_start(version, task) for version in versions] == [False, False, True, True]
+    exact = replace(task, kind="eval")
+    assert [may_start(version, exact) for version in versions] == [False, False, True, False]
 
 
 def test_room_is_what_the_slots_leave_and_nothing_while_a_version_is_missing() -> None:

@@ -22,7 +22,8 @@ from consumers.batch import Batcher
 from consumers.books import Books
 from consumers.claim import Claim
 from consumers.curriculum import Curriculum, Source
-from consumers.evaluation import Sheet
+from consumers.evaluation import MOST_ASKED
+from consumers.evaluations import Evaluations
 from consumers.ingest import SeenTasks
 from consumers.intake import LATE, NEEDLESS, NO_SIGNAL, Intake
 from consumers.lag import History, Staleness
@@ -57,6 +58,7 @@ class Side:
     intake: Intake
     seen: SeenTasks
     progress: Progress
+    evaluations: Evaluations
 
     @property
     def books(self) -> Books:
@@ -126,8 +128,9 @@ async def begun(record: RunRecord, folder: Path, **sections: dict[str, object]) 
     admitter = Admitter(claim, config, window, Curriculum(0, (Source("arithmetic", 50),)), seen)
     progress = Progress(folder, Lane("trainer", "load"), Metrics("r", "trainer"), 1, ("arithmetic",))
     replaced = config.trainer.dynamic_sampling * window.groups_per_step
-    intake = Intake(claim, admitter, progress, seen, window.slots, replaced)
-    return Side(port, claim, admitter, intake, seen, progress)
+    evaluations = Evaluations(claim, config, (Source("arithmetic", 5),), admitter, progress, str, folder)
+    intake = Intake(claim, admitter, evaluations, progress, seen, window.slots, replaced)
+    return Side(port, claim, admitter, intake, seen, progress, evaluations)
 
 
 Begin = Callable[..., Awaitable[Side]]
@@ -145,6 +148,7 @@ async def side(record: RunRecord, tmp_path: Path) -> AsyncIterator[Begin]:
     yield begin
     for one in made:
         one.progress.close()
+        one.evaluations.close()
 
 
 async def test_the_cursor_goes_along_with_what_is_admitted(side: Begin) -> None:
@@ -250,20 +254,21 @@ async def test_a_second_group_gets_the_verdict_of_its_task(side: Begin) -> None:
 async def test_tasks_that_nobody_finishes_fail_by_rule(side: Begin) -> None:
     made = await side(evaluation={"prompts": 2})
     await made.admitter.fill()
-    sheet = Sheet(lambda ids: "")
-    made.intake.sheet = sheet
-    asked = await made.admitter.evaluation("before", Source("arithmetic", 5))
-    sheet.expect([task.task_id for task in asked])
-    await made.admitter.ask(asked)
+    await made.evaluations.begin("before", PolicyVersion(1, 0))
     stuck = await made.port.take("p", 99, 0)
     assert len(stuck) == 6
     held = next(delivery for delivery in stuck if delivery.task.kind == "train")
     await made.intake.receive(GroupDelivery("1-0", 5, played(held, PolicyVersion(1, 0))))
     await made.intake.give_up([delivery.task for delivery in stuck])
-    assert (sheet.closed, sheet.result().failed) == (True, 2)
+    for _ in range(MOST_ASKED - 1):
+        assert not made.evaluations.idle, "held-out prompts are asked again"
+        again = await made.port.take("p", 99, 0)
+        assert len(again) == 2
+        await made.intake.give_up([delivery.task for delivery in again])
+    assert [result["failed"] for result in made.evaluations.all()] == [2]
     train, evaluation = await made.balance(), await made.balance("eval")
     assert (train.outstanding, train.reasons) == (1, {f"failed: {LATE}": 3})
-    assert (evaluation.outstanding, evaluation.verdicts) == (0, {"failed": 2})
+    assert (evaluation.outstanding, evaluation.verdicts) == (0, {"failed": 2 * MOST_ASKED})
     late = next(delivery for delivery in stuck if delivery is not held)
     assert await made.port.publish("p", late, played(late, PolicyVersion(1, 0))) == "superseded"
 
@@ -379,6 +384,7 @@ async def test_every_task_has_one_verdict_and_the_slots_are_kept(
             assert sheet.outstanding <= 4
             assert len(run.trained) == len(set(run.trained)) == sheet.verdicts.get("trained", 0)
         run.side.progress.close()
+        run.side.evaluations.close()
 
 
 async def test_a_trainer_that_leaves_does_not_miss_the_producers_that_leave_too(side: Begin) -> None:

@@ -1,9 +1,8 @@
-"""What the trainer writes about steps and the run, and its evaluations."""
+"""What the trainer writes about steps and the run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,12 @@ import pytest
 from broker.api import Balance, Peer
 from broker.looks import QueueDepths
 from broker.messages import Group, GroupDelivery, Trajectory, VersionSpan
-from consumers import evaluation
 from consumers.batch import Batch
 from consumers.drift import Drift
-from consumers.evaluation import Example, Result, Sheet, paired
+from consumers.evaluation import Result
 from consumers.progress import Progress, difference
 from consumers.trainer import StepResult
-from headrace.errors import CheckpointError, ServiceError
+from headrace.errors import ServiceError
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
@@ -32,58 +30,6 @@ def group(index: int, *rewards: float, kind: str = "eval") -> Group:
         for reward in rewards
     )
     return Group(f"e{index}", 1, "eval" if kind == "eval" else "train", "sums", index, "p", members)
-
-
-def words(ids: np.ndarray) -> str:
-    return " ".join(f"w{i}" for i in ids)
-
-
-def sheet(*indices: int) -> Sheet:
-    made = Sheet(words)
-    made.expect([f"e{index}" for index in indices])
-    return made
-
-
-def test_an_evaluation_closes_when_every_task_has_answered() -> None:
-    made = sheet(0, 1)
-    assert made.answers(group(1, 1, 0, 1))
-    assert (made.closed, made.missing) == (False, 1)
-    assert made.answers(group(1, 1)), "a second group of a task is known"
-    assert not made.answers(group(7, 1)), "a task that was never asked"
-    assert made.answers(group(0))
-    result = made.result()
-    assert made.closed
-    assert (result.samples, result.failed) == (3, 1)
-    assert result.accuracy == pytest.approx(2 / 3)
-    assert result.examples == (Example(1, "w1 w2", "w31 w4", 1.0),)
-
-
-def test_examples_are_those_of_the_first_prompts_whatever_the_order() -> None:
-    made = sheet(*range(10))
-    for index in reversed(range(10)):
-        made.answers(group(index, 1))
-    assert [example.index for example in made.result().examples] == [0, 1, 2, 3, 4, 5]
-
-
-def test_before_and_after_stand_side_by_side() -> None:
-    before = Result(1, 0.0, 0, (Example(2, "2+2", "5", 0.0),))
-    after = Result(1, 1.0, 0, (Example(1, "1+1", "2", 1.0), Example(2, "2+2", "4", 1.0)))
-    assert paired(before, after) == [
-        {"prompt": "1+1", "after": "2", "reward_after": 1.0},
-        {"prompt": "2+2", "before": "5", "reward_before": 0.0, "after": "4", "reward_after": 1.0},
-    ]
-    assert paired(None, None) == []
-
-
-def test_a_kept_evaluation_comes_back(tmp_path: Path) -> None:
-    result = Result(2, 0.5, 0, (Example(0, "1+1", "2", 1.0),))
-    file = tmp_path / "evaluation.json"
-    assert evaluation.load(file) is None
-    file.write_text(json.dumps(asdict(result)))
-    assert evaluation.load(file) == result
-    file.write_text("{")
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*; remove it to evaluate again"):
-        evaluation.load(file)
 
 
 def test_difference_of_phases() -> None:
@@ -138,7 +84,9 @@ def test_steps_and_summary(tmp_path: Path) -> None:
     ]
     progress.step(batch, result(skipped="the loss is not finite"), peers)
     sheet = Balance("train", 3, 1, {"trained": 2})
-    summary = progress.summary(None, Result(8, 0.75, 0, ()), [sheet], 3, tmp_path / "model")
+    summary = progress.summary(
+        None, Result(8, 0.75, 0, {"1": 0.75}), [{"version": "1.3"}], [sheet], 3, tmp_path / "model"
+    )
     progress.close()
 
     (line,) = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
@@ -151,6 +99,7 @@ def test_steps_and_summary(tmp_path: Path) -> None:
         "producers": {"decode": 3.0, "wait_no_task": 1.0},
     }
     assert summary["idle_wait"] == {"trainer": 0.25, "producers": 0.25}
+    assert summary["evaluations"] == [{"version": "1.3"}]
     assert summary["balance"]["train"]["closed"]
     text = metrics.render().decode()
     assert 'headrace_trainer_steps_total{outcome="the loss is not finite",run="r",service="trainer"} 1.0' in text
@@ -163,7 +112,7 @@ def test_producers_that_say_only_how_idle_they_are(tmp_path: Path) -> None:
     progress.warm([])
     batch = Batch(PolicyVersion(1, 1), (GroupDelivery("1-0", 7, group(1, 1)),), (0,), ())
     progress.step(batch, result(accuracy=None), [producer("p1", idle=0.5)])
-    assert progress.summary(None, None, [], 1, tmp_path)["idle_wait"]["producers"] == 0.5
+    assert progress.summary(None, None, [], [], 1, tmp_path)["idle_wait"]["producers"] == 0.5
     progress.close()
     assert json.loads((tmp_path / "steps.jsonl").read_text())["accuracy"] is None
 
