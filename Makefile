@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --constraint constraints.txt
 READY := $(VENV)/.headrace-ready
 
-.PHONY: setup reasoning-gym verifiers quickstart check test test-sglang test-vllm test-compose chaos mutants bench gpu-check format clean
+.PHONY: setup reasoning-gym verifiers tensorboard wandb quickstart check test test-sglang test-vllm test-compose chaos mutants bench gpu-check format clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -44,6 +44,10 @@ reasoning-gym: $(READY)
 verifiers: $(READY)
 	@$(PIP) --no-build-isolation --editable ".[verifiers]"
 	@$(PIP) --no-deps sophistry-bench-sprint
+
+# What logs.to = ["tensorboard", "wandb"] needs.
+tensorboard wandb: $(READY)
+	@$(PIP) --no-build-isolation --editable ".[$@]"
 
 quickstart: $(READY)
 	@$(BIN)/headrace up --config examples/quickstart.toml

@@ -49,6 +49,7 @@ async def start(service: Service, told: Invocation) -> None:
 async def lead(service: Service, told: Invocation, config: Config, port: Run, ranks: Ranks) -> None:
     """As rank 0."""
     from consumers.lanes import external_lanes, trainer_lane
+    from consumers.logs import Logs, check_loggers, loggers_of
     from consumers.loops import TrainerLoops
     from consumers.parts import build, take_run
     from consumers.progress import Progress
@@ -58,10 +59,12 @@ async def lead(service: Service, told: Invocation, config: Config, port: Run, ra
     from weightsync.arena import Arena
     from weightsync.publisher import Publisher
 
+    check_loggers(config.logs.to)
     taken = await take_run(port, told.resume)
     lane, metrics = trainer_lane(config), Metrics(told.run_id, told.name)
     labels, folder = {environment.called for environment in config.environments}, Path(taken.record.folder)
-    progress = Progress(folder, lane, metrics, taken.fence.incarnation, labels, external_lanes(config))
+    logs = Logs(loggers_of(config.logs, told.run_id, folder, taken.record.config))
+    progress = Progress(folder, lane, metrics, taken.fence.incarnation, labels, external_lanes(config), logs)
     progress.record()
     try:
         parts = await asyncio.to_thread(build, taken, lane, ranks)

@@ -239,6 +239,8 @@ class TrainerLoops:
             self._troubles.begin("lines", trouble)
         else:
             self._troubles.end("lines")
+        if trouble := self._progress.logs_trouble:
+            self._troubles.begin("logs", trouble)
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ from consumers.batch import Batch
 from consumers.evaluation import Result, paired
 from consumers.lag import histogram
 from consumers.lines import Lines
+from consumers.logs import Logs
 from consumers.tally import Tally
 from consumers.trainer import StepResult
 from headrace.telemetry.arithmetic import Roofline
@@ -43,12 +44,15 @@ class Progress:
         incarnation: int,
         environments: Collection[str],
         external: Iterable[Lane] = (),
+        logs: Logs | None = None,
     ) -> None:
-        """Takes the journals over from earlier trainers. `external`: lanes of what the run holds.
+        """Takes the journals over from earlier trainers. `external`: lanes of what the run holds. `logs`: for whom
+        figures are besides.
 
         Raises ServiceError when the folder cannot be written.
         """
         external = tuple(external)
+        self._logs = logs or Logs()
         self._steps = Lines(folder / "steps.jsonl", incarnation)
         self._events = Lines(folder / "trainer.jsonl", incarnation)
         self.newest = int(self._steps.last.get("step", 0))
@@ -93,6 +97,11 @@ class Progress:
     def trouble(self) -> str:
         """Why lines wait to be written; empty while none does."""
         return self._steps.trouble or self._events.trouble
+
+    @property
+    def logs_trouble(self) -> str:
+        """Which experiment logs have failed; empty while none has."""
+        return self._logs.trouble
 
     def flush(self) -> None:
         """Write the lines that wait, where there is room by now."""
@@ -171,6 +180,7 @@ class Progress:
     def evaluated(self, shown: Mapping[str, Any]) -> None:
         """An evaluation has its result, as `consumers.evaluation.shown_of` tells it."""
         self.event("evaluation", **shown)
+        self._logs.evaluation(shown)
         self._metrics.gauge("evaluation_step", shown["step"], help="Step of the version that was evaluated last")
         parts = shown["environments"] or {next(iter(shown["prompts"])): shown}
         for environment, figures in parts.items():
@@ -210,8 +220,7 @@ class Progress:
         if waits:
             self._said[0] += wall
             self._said[1] += wall * sum(waits) / len(waits)
-        self._steps.write(
-            "step",
+        fields = dict(
             step=batch.version.step,
             version=str(batch.version),
             reward=round(result.reward, 4),
@@ -235,6 +244,8 @@ class Progress:
             kept_and_dropped=self._tally.take(),
             **self._standing,
         )
+        self._steps.write("step", **fields)
+        self._logs.step(batch.version.step, fields)
         self._measure(batch, result, wall)
 
     def restored(self, batch: Batch) -> None:
@@ -310,6 +321,7 @@ class Progress:
         self._recorder.close()
         self._steps.close()
         self._events.close()
+        self._logs.close()
 
     def _since_warm(self) -> tuple[Phases, Phases]:
         if self._warm is None or self._last is None:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["checkpoint", "engine", "file", "lines", "producers"]
-"""A checkpoint that cannot be written; engines that compute another policy; a file at the end; the journals; no
-producer is there."""
+Kind = Literal["checkpoint", "engine", "file", "lines", "logs", "producers"]
+"""A checkpoint that cannot be written; engines that compute another policy; a file at the end; the journals; an
+experiment log; no producer is there."""
 
 
 class Troubles:

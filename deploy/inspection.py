@@ -115,9 +115,11 @@ def facts_of(config: Config) -> Facts:
 def check_names(config: Config, sizes: Mapping[str, int]) -> None:
     """What the services would only find out once they have loaded a model. Raises ConfigError."""
     from consumers.curriculum import Curriculum, check_held_out, held_out_of, sources_of
+    from consumers.logs import check_loggers
     from producers.engines.registry import engine_factory
 
     engine_factory(config.producer.engine)
+    check_loggers(config.logs.to)
     Curriculum(config.run.seed, sources_of(config, sizes))
     for source in held_out_of(config, sizes):
         check_held_out(source, config.evaluation.prompts)

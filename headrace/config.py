@@ -283,6 +283,19 @@ class TelemetryConfig(Section):
     """First port of /metrics and /healthz; 0 takes a free one. Each service of `headrace up` takes the next."""
 
 
+class LogsConfig(Section):
+    """Experiment logs, beside the JSON lines in the run's folder."""
+
+    to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """"tensorboard" (event files in the run's folder) and "wandb" (Weights & Biases); each needs the extra of its
+    name."""
+    wandb_project: str = Field("headrace", min_length=1, max_length=128)
+    wandb_entity: str = Field("", max_length=128)
+    """The team or user; empty is the one whose key it is."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """"offline" writes into the run's folder, for `wandb sync`."""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -296,6 +309,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     broker: BrokerConfig = BrokerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    logs: LogsConfig = LogsConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:

@@ -39,7 +39,7 @@ def config(tiny_model: Path, **sections: dict[str, Any]) -> Config:
         "broker": BROKER.model_dump(),
     }
     for name, values in sections.items():
-        tree[name] = {**tree[name], **values}
+        tree[name] = {**tree.get(name, {}), **values}
     return Config.model_validate(tree)
 
 
