@@ -310,7 +310,10 @@ class WeightsPort(ServicePort, Protocol):
         ...
 
     async def pin(self, version: PolicyVersion) -> None:
-        """Keep this version until it is let go. Raises Refused beyond `bounds.MAX_PINS`."""
+        """Keep this version until it is let go. Raises Refused beyond `bounds.MAX_PINS`.
+
+        What the trainer has pinned is pinned again in a Redis that came back without it, before there is a head.
+        """
         ...
 
     async def unpin(self, version: PolicyVersion) -> bool:

@@ -18,7 +18,11 @@ from headrace.invocation import Invocation, run
 from headrace.service import Service
 
 if TYPE_CHECKING:
+    from consumers.parts import Taken
+    from consumers.progress import Progress
     from consumers.ranks.group import Ranks
+    from headrace.telemetry.metrics import Metrics
+    from headrace.telemetry.phases import Lane
 
 DRAIN_S = 120.0
 """A trainer told to leave finishes its step and writes a checkpoint for at most this long."""
@@ -48,11 +52,10 @@ async def start(service: Service, told: Invocation) -> None:
 
 async def lead(service: Service, told: Invocation, config: Config, port: Run, ranks: Ranks) -> None:
     """As rank 0."""
-    from consumers.lanes import external_lanes, trainer_lane
-    from consumers.logs import Logs, check_loggers, loggers_of
+    from consumers.lanes import trainer_lane
+    from consumers.logs import check_loggers
     from consumers.loops import TrainerLoops
     from consumers.parts import build, take_run
-    from consumers.progress import Progress
     from consumers.ranks.group import PublishingRanks, reason_of
     from headrace.telemetry.endpoint import Endpoint
     from headrace.telemetry.metrics import Metrics
@@ -62,9 +65,7 @@ async def lead(service: Service, told: Invocation, config: Config, port: Run, ra
     check_loggers(config.logs.to)
     taken = await take_run(port, told.resume)
     lane, metrics = trainer_lane(config), Metrics(told.run_id, told.name)
-    labels, folder = {environment.called for environment in config.environments}, Path(taken.record.folder)
-    logs = Logs(loggers_of(config.logs, told.run_id, folder, taken.record.config))
-    progress = Progress(folder, lane, metrics, taken.fence.incarnation, labels, external_lanes(config), logs)
+    progress = _progress(told, config, taken, lane, metrics)
     progress.record()
     try:
         parts = await asyncio.to_thread(build, taken, lane, ranks)
@@ -99,6 +100,17 @@ async def lead(service: Service, told: Invocation, config: Config, port: Run, ra
             await port.close()
 
     service.add("trainer", trains)
+
+
+def _progress(told: Invocation, config: Config, taken: Taken, lane: Lane, metrics: Metrics) -> Progress:
+    """What the trainer says, in the run's folder and to experiment logs."""
+    from consumers.lanes import external_lanes
+    from consumers.logs import Logs, loggers_of
+    from consumers.progress import Progress
+
+    labels, folder = {environment.called for environment in config.environments}, Path(taken.record.folder)
+    logs = Logs(loggers_of(config.logs, told.run_id, folder, taken.record.config))
+    return Progress(folder, lane, metrics, taken.fence.incarnation, labels, external_lanes(config), logs)
 
 
 if __name__ == "__main__":

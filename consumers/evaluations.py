@@ -175,7 +175,7 @@ class Evaluations:
         await self._admitter.ask([self._task(going, prompt, deadline_ms) for prompt in prompts])
 
     async def pin(self) -> None:
-        """Keep the version that is evaluated; also in a Redis that came back without that."""
+        """Keep the version that is evaluated."""
         going = self._going
         if going is None or not going.pinned:
             return

@@ -128,6 +128,7 @@ class TrainerLoops:
             await self._worker.close()
             self._evaluations.close()
             self._progress.close()
+            self._look_at_logs()
         # The name is the next trainer's once it has the run.
         await self._claim.confirm()
         await self._port.retire(NAME)
@@ -239,6 +240,9 @@ class TrainerLoops:
             self._troubles.begin("lines", trouble)
         else:
             self._troubles.end("lines")
+        self._look_at_logs()
+
+    def _look_at_logs(self) -> None:
         if trouble := self._progress.logs_trouble:
             self._troubles.begin("logs", trouble)
 

@@ -40,8 +40,6 @@ class Versions:
 
     async def publish(self, version: PolicyVersion) -> None:
         """Raises WeightError, Fenced, BrokerUnavailable."""
-        # A head frees what nobody keeps, also in a Redis that has just come back without its pins.
-        await self._evaluations.pin()
         mended = self._port.mended
         begin = now()
         with self._parts.lane.during("weight_publish"):
@@ -64,13 +62,10 @@ class Versions:
         mended = self._port.mended
         if mended > self._announced:
             self._announced = mended
-            # A head frees what nobody keeps.
-            await self._evaluations.pin()
             await self._publisher.announce_again()
             self._progress.event("announced_again", mended=self._announced)
         if mended > self._told:
             self._told = mended
-            await self._evaluations.pin()
             await self._evaluations.announce_again()
         if self.unpublished:
             await self.publish(self.unpublished)

@@ -17,6 +17,7 @@ from broker.redis.failures import worth_waiting
 from broker.redis.records import decode_record
 from broker.redis.scripts import scripts
 from headrace.errors import Fenced, Refused
+from headrace.version import PolicyVersion
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class Link:
         self._record: RunRecord | None = None
         self.reigns: dict[int, Reign] = {}
         """What is known of the hash `reigns`, and of what this service published itself."""
+        self.pins: set[PolicyVersion] = set()
+        """What this service has pinned and not let go."""
         self.mends: Mends | None = None
         """Of the trainer's port."""
 

@@ -92,6 +92,10 @@ class Mender:
         kept_ms = KEEP_ENDED_MS if mirror.status in ("finished", "failed") else 0
         said = kept_ms, mirror.status, mirror.reason, mirror.step, mirror.cursor, mirror.replays
         await self._link.once(self._link.evalsha("restore", fence.incarnation, fence.nonce, record, *said, *reigns))
+        if self._link.pins:
+            # Before a head is there again, which frees what nobody keeps.
+            pins = [part for version in self._link.pins for part in (str(version), "1")]
+            await self._link.once(("HSET", self._link.keys.of("pins"), *pins))
         await self._repair_once()
 
     async def _repair_once(self) -> None:

@@ -80,8 +80,10 @@ class RedisWeights(RedisService):
     async def pin(self, version: PolicyVersion) -> None:
         if not await self._link.script("pin", str(version), MAX_PINS):
             raise too_many_pins()
+        self._link.pins.add(version)
 
     async def unpin(self, version: PolicyVersion) -> bool:
+        self._link.pins.discard(version)
         return bool(await self._link.send("HDEL", self._link.keys.of("pins"), str(version)))
 
     async def pinned(self) -> set[PolicyVersion]:

@@ -90,6 +90,19 @@ async def test_a_tail_that_is_lost_is_counted_and_asked_again(site: Site, place:
     assert (await site.trainer.reigns())[1] == Reign(4, 6)
 
 
+async def test_what_the_trainer_has_pinned_stays_pinned_in_an_emptied_redis(site: Site) -> None:
+    kept, let_go, foreign = PolicyVersion(1, 4), PolicyVersion(1, 5), PolicyVersion(1, 6)
+    for version in (kept, let_go):
+        await site.trainer.pin(version)
+    await site.connect().pin(foreign)
+    assert await site.trainer.unpin(let_go)
+    site.empty()
+    # Any fenced call finds that it is empty, and puts right what it lacks first.
+    await site.trainer.publish_head(site.fence, PolicyVersion(1, 7), b"seven")
+    assert await site.trainer.pinned() == {kept}
+    assert await site.trainer.head() == PolicyVersion(1, 7)
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 async def test_an_emptied_redis_gets_its_run_back(site: Site, again: bool) -> None:
     await steps(site)

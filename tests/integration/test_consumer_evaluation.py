@@ -128,6 +128,7 @@ async def test_a_redis_that_is_emptied_in_an_evaluation_loses_nothing_of_it(
     await wait_until(lambda: '"answer"' in journal.read_text(), "one prompt has answered")
     await wait_until(lambda: len(lines(folder)) >= 2, "steps are made beside it")
     player.withheld = []
+    segment = decode(await port.manifest(PolicyVersion(1, 0)) or b"").parts[0].segment
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
     await wait_until(lambda: len(player.withheld or ()) == PROMPTS - 1, "what has not answered is asked anew")
@@ -137,7 +138,7 @@ async def test_a_redis_that_is_emptied_in_an_evaluation_loses_nothing_of_it(
         return found is not None and await port.pinned() == {PolicyVersion(1, 0)}
 
     await wait_until(told_again, "Redis hears of the version again")
-    assert Arena().has(decode(await port.manifest(PolicyVersion(1, 0)) or b"").parts[0].segment), "it is still there"
+    assert Arena().has(segment), "it is still there"
     await player.release()
     stderr = await trainers.end(process)
     assert process.returncode == 0, stderr
