@@ -25,7 +25,6 @@ class Forward:
         use_packed_attention(model)
         self.model = model
         self.shape = shape_of(model)
-        self.device = next(model.parameters()).device
         self._lane = lane
         self._temperature = temperature or 1.0
         self._autocast = autocast
@@ -61,6 +60,12 @@ class Forward:
         """A row went forward and backward."""
         flop = self.shape.train_flop(row.token_ids_T.size, contexts_of(row), row.targets_N.size)
         self._lane.did("forward_backward", flop, self.shape.train_bytes(self.itemsize))
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model's parameters, which move where they are spread over ranks."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def itemsize(self) -> int:

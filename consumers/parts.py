@@ -135,9 +135,11 @@ def load(record: RunRecord, newest: Path | None, lane: Lane, ranks: Ranks) -> Mo
     torch.manual_seed(config.run.seed)
     folder, device = resolve_model(config.model.path), device_of(config.model.device, ranks.local)
     _check_digests(folder, record)
-    model = load_model(folder, "float32", device)
-    reference = load_reference(config, folder, record.digests, device)
-    trainer = Trainer(model, config, lane, reference, ranks)
+    # The whole of a model that is spread over ranks need not fit on one device.
+    first = "cpu" if ranks.sharded else device
+    model = load_model(folder, "float32", first)
+    reference = load_reference(config, folder, record.digests, first)
+    trainer = Trainer(model, config, lane, reference, ranks, device)
     loaded = checkpoint.load(newest, (ranks.rank, ranks.size), whole=False) if newest else None
     if loaded:
         checkpoint.restore(model, trainer.optimizer, loaded)

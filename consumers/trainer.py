@@ -91,12 +91,18 @@ class Trainer:
     """Model, optimizer, and what a step does with a batch of groups."""
 
     def __init__(
-        self, model: Any, config: Config, lane: Lane, reference: Any = None, ranks: Ranks | None = None
+        self,
+        model: Any,
+        config: Config,
+        lane: Lane,
+        reference: Any = None,
+        ranks: Ranks | None = None,
+        device: str = "",
     ) -> None:
         """`model` is a transformers causal LM with float32 parameters, `reference` the frozen one of the KL penalty.
 
-        All `ranks` make theirs at once. Raises ConfigError for an unknown advantage or loss, ModelError when a model
-        cannot share prompts.
+        All `ranks` make theirs at once; where each gets a part of the model, it comes onto `device` here. Raises
+        ConfigError for an unknown advantage or loss, ModelError when a model cannot share prompts.
         """
         self._config: TrainerConfig = config.trainer
         self._steps = config.run.steps
@@ -108,7 +114,7 @@ class Trainer:
             raise ValueError("a KL penalty needs a reference model")
         self._lane = lane
         self._model = model
-        self._device = next(model.parameters()).device
+        self._device = torch.device(device) if device else next(model.parameters()).device
         lane.place.device = str(self._device)
         observe(lane, str(self._device))
         self._ranks = ranks = ranks or Ranks()
@@ -124,7 +130,7 @@ class Trainer:
             self._reference = Forward(reference, lane, temperature, autocast=self.autocast)
         if ranks.sharded:
             for sharded in (model, reference) if reference is not None else (model,):
-                shard(sharded, ranks.size)
+                shard(sharded, ranks.size, self._device.type)
         self._writing = Writing(ranks.saving, ranks.rank, ranks.explaining) if ranks.sharded and ranks.saving else None
         # Where a distribution was cut, log-probs differ by right.
         self._comparable = config.sampling.top_p == 1.0 and not config.sampling.top_k

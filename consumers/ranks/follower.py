@@ -131,12 +131,15 @@ class Follower:
             order = await self.worker(self.ranks.hear)
             self.lane.enter("bookkeeping")
             if isinstance(order, End):
+                # Rank 0 waits no longer for a broker that is away.
+                self.port.hasten()
                 return
             await self._do(order)
 
     async def beat(self) -> None:
         """Tells the broker that this rank lives."""
         while not self.over.is_set():
+            self.publisher.check_head()
             peer = Peer(self.name, "rank", host_name(), os.getpid(), True, self._state())
             await self.port.heartbeat(peer, LEASE_S)
             self.lines.write("clock", **await clock.offset(self.port.now_ms))

@@ -14,9 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def shard(model: Any, ranks: int) -> None:
-    """In place. Gradients are summed over all ranks, not averaged: a loss has the denominators of all."""
-    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks,))
+def shard(model: Any, ranks: int, device: str) -> None:
+    """In place, and layer by layer onto a device of this type, which need not have room for the whole.
+
+    Gradients are summed over all ranks, not averaged: a loss has the denominators of all.
+    """
+    mesh = init_device_mesh(device, (ranks,))
     # What transformers marks as layers; everything else is gathered with the whole model.
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh)
