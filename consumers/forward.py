@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from consumers.packing import Row
+from headrace.config_trainer import TrainerConfig
+from headrace.policy.dtype import compute_dtype
 from headrace.policy.entropy import chosen_logprobs_and_entropy
 from headrace.policy.head import Score, packed_scores
 from headrace.policy.intensity import shape_of
@@ -15,6 +17,9 @@ from headrace.policy.logprobs import chosen_logprobs
 from headrace.policy.packed_attention import use_packed_attention
 from headrace.telemetry.arithmetic import block_contexts
 from headrace.telemetry.phases import Lane
+
+PROBE_ROWS = 512
+"""Most rows of the product that decides about autocast."""
 
 
 class Forward:
@@ -87,3 +92,12 @@ class Forward:
 def contexts_of(row: Row) -> int:
     """Positions that the row's tokens attend to, summed."""
     return sum(block_contexts(block.prefix, block.suffixes) for block in row.blocks)
+
+
+def autocast(config: TrainerConfig, model: Any, device: str) -> bool:
+    """Whether matrix products run in bfloat16: as configured, or where a short measurement says that it pays."""
+    if config.autocast != "auto":
+        return config.autocast == "bfloat16"
+    hidden = int(model.config.hidden_size)
+    intermediate = int(getattr(model.config, "intermediate_size", None) or 4 * hidden)
+    return compute_dtype("auto", device, hidden, intermediate, min(config.token_budget, PROBE_ROWS)) == "bfloat16"

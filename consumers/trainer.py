@@ -19,7 +19,7 @@ from consumers.advantages import advantage
 from consumers.advantages.rewards import overlong
 from consumers.checkpoint import WEIGHTS, digest_synced, optimizer_tensors
 from consumers.drift import Drift, Measured, Measuring
-from consumers.forward import Forward
+from consumers.forward import Forward, autocast
 from consumers.losses import method
 from consumers.losses.correction import correction
 from consumers.losses.tokens import Denominators, LossTokens
@@ -32,14 +32,10 @@ from consumers.sharded import Writing
 from headrace.config import Config
 from headrace.config_trainer import TrainerConfig
 from headrace.policy.activations import recompute_activations
-from headrace.policy.dtype import compute_dtype
 from headrace.policy.intensity import measured, observe
 from headrace.telemetry.arithmetic import Roofline
 from headrace.telemetry.phases import Lane
 from headrace.version import PolicyVersion
-
-PROBE_ROWS = 512
-"""Most rows of the product that decides about autocast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +130,7 @@ class Trainer:
         self._writing = Writing(ranks.saving, ranks.rank, ranks.explaining) if ranks.sharded and ranks.saving else None
         # Where a distribution was cut, log-probs differ by right.
         self._comparable = config.sampling.top_p == 1.0 and not config.sampling.top_k
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.trainer.learning_rate,
-            betas=config.trainer.adam_betas,
-            weight_decay=config.trainer.weight_decay,
-            fused=True,
-        )
+        self.optimizer = _adamw(model, config.trainer)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Name to float32 master weight, tied ones once; the tensors themselves, which a step changes in place.
@@ -381,6 +371,16 @@ class Trainer:
         return norm, skipped
 
 
+def _adamw(model: Any, config: TrainerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=config.adam_betas,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
 def _dealt(part: Part) -> Update:
     return update_of(part.rows, part.denominators)
 
@@ -393,12 +393,3 @@ def equal_shares(count: int, shares: int) -> list[slice]:
     """`count` things in order as so many parts of nearly equal size, empty ones left out."""
     edges = [count * share // shares for share in range(shares + 1)]
     return [slice(low, high) for low, high in pairwise(edges) if low < high]
-
-
-def autocast(config: TrainerConfig, model: Any, device: str) -> bool:
-    """Whether matrix products run in bfloat16: as configured, or where a short measurement says that it pays."""
-    if config.autocast != "auto":
-        return config.autocast == "bfloat16"
-    hidden = int(model.config.hidden_size)
-    intermediate = int(getattr(model.config, "intermediate_size", None) or 4 * hidden)
-    return compute_dtype("auto", device, hidden, intermediate, min(config.token_budget, PROBE_ROWS)) == "bfloat16"
