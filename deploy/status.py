@@ -19,6 +19,7 @@ from deploy.ages import age
 from deploy.printable import printable
 from deploy.report import balance_line, sheet_fields
 from deploy.troubles import troubles
+from headrace.words import counted
 
 NEARLY_FULL = 0.9
 """Of its memory."""
@@ -143,7 +144,7 @@ def evaluation_lines(said: dict[str, Any]) -> Iterator[str]:
     """One line for each result, and one for the evaluation that goes on."""
     for result in said.get("results", ()):
         rates = ", ".join(f"pass@{k} {rate:.1%}" for k, rate in result["pass_at"].items() if k != "1")
-        failed = f", {result['failed']} prompts without a sample" if result["failed"] else ""
+        failed = f", {counted(result['failed'], 'prompt')} without a sample" if result["failed"] else ""
         yield (
             f"evaluation of {result['version']}: accuracy {result['accuracy']:.1%}{rates and f', {rates}'} "
             f"({result['samples']} samples{failed})"

@@ -116,12 +116,15 @@ class Gauges:
         self._away_since = moment if why else None
         self._metrics.gauge("outage", bool(why), help="1 while the broker keeps this producer waiting")
 
-    def committed(self, commit: Commit) -> None:
-        self.event("swap", **swap_fields(commit))
+    def committed(self, commit: Commit, *, again: bool = False) -> None:
+        """A version is in the engine; `again`, for an evaluation or after it, which says nothing of latency."""
+        self.event("visit" if again else "swap", **swap_fields(commit))
         self._metrics.count("weight_commits", help="Policy versions committed")
         self._metrics.count(
             "weight_commit_seconds", commit.commit_s, help="Seconds that decoding stood still for commits"
         )
+        if again:
+            return
         self._metrics.gauge(
             "weight_latency_seconds", commit.latency_s, help="From the newest version's seal to its commit"
         )

@@ -113,10 +113,11 @@ class Jobs:
 
     def on_commit(self, commit: Commit) -> None:
         """A new version is in the engine: called by the receiver."""
-        self.gauges.committed(commit)
-        self.shut = False
-        self.visiting, self.leaving_version = self.newest is not None and commit.version < self.newest, False
-        self.newest = self.newest if self.visiting else commit.version
+        self.shut = self.leaving_version = False
+        before = self.newest
+        self.newest = commit.version if before is None else max(before, commit.version)
+        self.visiting = commit.version < self.newest
+        self.gauges.committed(commit, again=before == self.newest)
         self._tell_versions()
         self.stop_stragglers()
         self.moved()

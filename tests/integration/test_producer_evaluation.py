@@ -61,9 +61,9 @@ async def test_it_goes_back_to_a_version_that_is_evaluated_and_forth_again(setti
     assert {name: groups[name] for name in names} == {name: {0} for name in names}
     assert [groups[f"train-{number}"] for number in range(3)] == [{6}] * 3
     lines = [json.loads(line) for line in (tmp_path / "p1.jsonl").read_text().splitlines()]
-    swaps = [line["version"] for line in lines if line["event"] == "swap"]
-    assert swaps[:2] == ["1.6", "1.0"]
-    assert swaps[-1] == "1.6"
+    went = [(line["event"], line["version"]) for line in lines if line["event"] in ("swap", "visit")]
+    assert went[:2] == [("swap", "1.6"), ("visit", "1.0")]
+    assert went[-1] == ("visit", "1.6"), "it was there before"
 
 
 async def test_it_plays_training_to_its_end_before_it_goes_back(setting: Setting) -> None:

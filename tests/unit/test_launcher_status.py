@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,7 +12,7 @@ from rich.console import Console
 from broker.api import Peer, RunState, RunStatus
 from broker.looks import QueueDepths
 from deploy.ages import age
-from deploy.status import memory_notes, notes, show, status_of
+from deploy.status import evaluation_lines, evaluations, memory_notes, notes, show, status_of
 from deploy.troubles import Trouble, troubles
 
 NOTHING_DEAD = QueueDepths(0, 0, 0, 0, 0)
@@ -109,3 +111,31 @@ def test_reasons_are_shown_as_they_are() -> None:
     assert "    1 dead: [x] {\\x1b\n" in said
     assert "1 dead: see [it]" in said
     assert "…" not in said, "nothing is cut"
+
+
+RESULT = {
+    "when": "step",
+    "version": "1.20",
+    "step": 20,
+    "accuracy": 0.5,
+    "samples": 8,
+    "failed": 1,
+    "pass_at": {"1": 0.5, "4": 0.75},
+    "environments": {"sums": {"accuracy": 1.0, "samples": 4}, "logic": {"accuracy": 0.0, "samples": 4}},
+}
+
+
+def test_evaluations_are_what_the_trainer_says_and_else_what_its_journal_says(tmp_path: Path) -> None:
+    said = {"results": [RESULT], "going": {"version": "1.30", "missing": 3, "prompts": 10}}
+    trainer = peer("trainer", "trainer", evaluations=said)
+    assert evaluations([peer("p", "producer"), trainer], str(tmp_path)) == said
+    line = json.dumps({"time": 1.0, "event": "result", **RESULT})
+    (tmp_path / "evaluations.jsonl").write_text(f'{{"event": "begin"}}\n{line}\n{line[:9]}')
+    assert evaluations([peer("trainer", "trainer", alive=False)], str(tmp_path)) == {"results": [RESULT]}
+    assert evaluations([], str(tmp_path / "elsewhere")) == evaluations([], "") == {"results": []}
+    assert list(evaluation_lines(said)) == [
+        "evaluation of 1.20: accuracy 50.0%, pass@4 75.0% (8 samples, 1 prompt without a sample)",
+        "    sums: accuracy 100.0% (4 samples)",
+        "    logic: accuracy 0.0% (4 samples)",
+        "evaluation of 1.30 goes on: 7 of 10 prompts answered",
+    ]
