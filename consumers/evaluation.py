@@ -254,11 +254,40 @@ def paired(before: Result | None, after: Result | None) -> list[dict[str, Any]]:
     return [rows[index] for index in sorted(rows)]
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An evaluation that is over: its result, without the answers."""
+
+    when: str
+    version: PolicyVersion
+    prompts: dict[str, int]
+    result: Result
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> Done:
+        return cls(evaluation.when, evaluation.version, evaluation.prompts, evaluation.result())
+
+    def shown(self) -> dict[str, Any]:
+        """As heartbeats, lines and summaries say it."""
+        result = self.result
+        return {
+            "when": self.when,
+            "version": str(self.version),
+            "step": self.version.step,
+            "prompts": self.prompts,
+            "accuracy": round(result.accuracy, 6),
+            "samples": result.samples,
+            "failed": result.failed,
+            "pass_at": result.pass_at,
+            "environments": result.environments,
+        }
+
+
 @dataclass(slots=True)
 class Kept:
     """What the journal says."""
 
-    done: list[tuple[Evaluation, Result]] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
     going: Evaluation | None = None
     """The one that has no result yet."""
 
@@ -293,27 +322,12 @@ def _follow(kept: Kept, line: Mapping[str, Any]) -> None:
     elif event == "given_up":
         kept.going = None
     elif event == "result":
-        kept.done.append((going, going.result()))
+        kept.done.append(Done.of(going))
         kept.going = None
 
 
-def shown_of(evaluation: Evaluation, result: Result) -> dict[str, Any]:
-    """A result as heartbeats, lines and summaries say it."""
-    figures = {"accuracy": round(result.accuracy, 6), "samples": result.samples, "failed": result.failed}
-    version = evaluation.version
-    return {
-        "when": evaluation.when,
-        "version": str(version),
-        "step": version.step,
-        "prompts": evaluation.prompts,
-        **figures,
-        "pass_at": result.pass_at,
-        "environments": result.environments,
-    }
-
-
 def results_in(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The results in a journal's lines, as `shown_of` made them; what is no result, or is torn, is left out."""
+    """The results in a journal's lines, as `Done.shown` made them; what is no result, or is torn, is left out."""
     found = []
     for text in lines:
         try:

@@ -16,7 +16,7 @@ from broker.messages import GroupDelivery, StepEntry, Task
 from consumers.asking import Admitter
 from consumers.claim import Claim
 from consumers.curriculum import Source, held_out_task
-from consumers.evaluation import JOURNAL, UNKNOWN, Answer, Decode, Evaluation, Prompt, Result, kept_in, shown_of
+from consumers.evaluation import JOURNAL, UNKNOWN, Answer, Decode, Done, Evaluation, Prompt, Result, kept_in
 from consumers.ingest import entry, failed
 from consumers.lines import Lines
 from consumers.progress import Progress
@@ -85,30 +85,29 @@ class Evaluations:
 
     def before(self) -> Result | None:
         """The result of the policy that the run began with."""
-        return next((result for evaluation, result in self._done if evaluation.when == "before"), None)
+        return next((done.result for done in self._done if done.when == "before"), None)
 
     def of(self, *versions: PolicyVersion | None) -> Result | None:
         """The result of one of these versions."""
-        return next((result for evaluation, result in self._done if evaluation.version in versions), None)
+        return next((done.result for done in self._done if done.version in versions), None)
 
     def shown(self) -> dict[str, Any]:
         """For the heartbeat."""
         going = self._going
-        told: dict[str, Any] = {"results": [shown_of(*one) for one in self._done[-SHOWN:]]}
+        told: dict[str, Any] = {"results": [done.shown() for done in self._done[-SHOWN:]]}
         if going is not None:
             told["going"] = {"version": str(going.version), "missing": going.missing, "prompts": going.total}
         return told
 
     def all(self) -> list[dict[str, Any]]:
         """Every result, for the summary."""
-        return [shown_of(*one) for one in self._done]
+        return [done.shown() for done in self._done]
 
     # -- when
 
     def wants_before(self) -> bool:
         """Whether the policy that the run begins with is still to be evaluated."""
-        asked = [evaluation for evaluation, _ in self._done] + ([self._going] if self._going else [])
-        return bool(self._config.prompts) and not asked and self._claim.books.formed == 0
+        return bool(self._config.prompts) and self.idle and not self._done and self._claim.books.formed == 0
 
     def due(self, step: int) -> bool:
         """Whether the version of this step is one that is evaluated beside training."""
@@ -118,7 +117,7 @@ class Evaluations:
     def missed(self, step: int) -> bool:
         """Whether an earlier trainer ended before it began the evaluation that was due at or before this step."""
         due = step - step % self._config.every if self._config.every else 0
-        begun = [evaluation.version.step for evaluation, _ in self._done]
+        begun = [done.version.step for done in self._done]
         return self.idle and self.due(due) and max(begun, default=0) < due
 
     def wants_after(self, same: PolicyVersion | None) -> bool:
@@ -269,11 +268,10 @@ class Evaluations:
         """All prompts have answered: let the version go, and say what was found."""
         await self._let_go(going)
         self._going, self._manifest = None, None
-        result = going.result()
-        self._done.append((going, result))
-        shown = shown_of(going, result)
-        self._lines.write("result", **shown)
-        self._progress.evaluated(shown)
+        done = Done.of(going)
+        self._done.append(done)
+        self._lines.write("result", **done.shown())
+        self._progress.evaluated(done.shown())
 
 
 def _gone(data: bytes | None) -> str:

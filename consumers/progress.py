@@ -178,7 +178,7 @@ class Progress:
         self._metrics.gauge("trainer_retain_bytes", retain_bytes, help="broker.retain_bytes")
 
     def evaluated(self, shown: Mapping[str, Any]) -> None:
-        """An evaluation has its result, as `consumers.evaluation.shown_of` tells it."""
+        """An evaluation has its result, as `consumers.evaluation.Done.shown` tells it."""
         self.event("evaluation", **shown)
         self._logs.evaluation(shown)
         self._metrics.gauge("evaluation_step", shown["step"], help="Step of the version that was evaluated last")

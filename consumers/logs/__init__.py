@@ -85,7 +85,7 @@ class Logs:
         self._put("train", step, fields)
 
     def evaluation(self, fields: Mapping[str, Any]) -> None:
-        """A result, as `consumers.evaluation.shown_of` tells it."""
+        """A result, as `consumers.evaluation.Done.shown` tells it."""
         self._put("evaluation", int(fields["step"]), fields)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from consumers.evaluation import (
     JOURNAL,
     MOST_ASKED,
     Answer,
+    Done,
     Evaluation,
     Example,
     Judged,
@@ -29,7 +30,6 @@ from consumers.evaluation import (
     pass_at_k,
     result_of,
     results_in,
-    shown_of,
 )
 from headrace.errors import CheckpointError
 from headrace.version import PolicyVersion
@@ -207,7 +207,7 @@ def test_what_goes_on_is_known_again_to_the_prompt(tmp_path: Path) -> None:
 
 def test_what_has_a_result_or_was_given_up_does_not_go_on(tmp_path: Path) -> None:
     kept = kept_in(journal(tmp_path, BEGIN, ANSWER, {"event": "result", "version": "1.4"}))
-    assert (kept.going, [result.samples for _, result in kept.done]) == (None, [2])
+    assert (kept.going, [done.result.samples for done in kept.done]) == (None, [2])
     kept = kept_in(journal(tmp_path, BEGIN, ANSWER, {"event": "given_up", "version": "1.4"}))
     assert (kept.going, kept.done) == (None, [])
 
@@ -222,7 +222,7 @@ def test_a_damaged_journal_says_what_to_do(tmp_path: Path, line: str) -> None:
 def test_results_are_read_without_the_rest() -> None:
     made = begun(1)
     judge(made, group(made, 0, 1, 0))
-    shown = shown_of(made, made.result())
+    shown = Done.of(made).shown()
     assert (shown["version"], shown["step"], shown["accuracy"]) == ("1.4", 4, 0.5)
     line = json.dumps({"time": 1.0, "event": "result", **shown})
     assert results_in([json.dumps(BEGIN), line, line[:20], "7"]) == [shown]
