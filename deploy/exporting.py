@@ -14,6 +14,7 @@ from pathlib import Path
 from deploy.run_folder import RunFolder
 from headrace.config import Config
 from headrace.errors import CheckpointError, HeadraceError, ModelError
+from headrace.extras import needs_train
 
 _LONGEST_S = 3600.0
 
@@ -26,8 +27,10 @@ def export_newest(run: RunFolder, out: Path) -> Path:
 def export_checkpoint(run: RunFolder, folder: Path | None, out: Path) -> Path:
     """Of the checkpoint in `folder`, or the newest one. Returns where it was written.
 
-    Raises CheckpointError with the reason when there is no checkpoint, or it cannot be exported.
+    Raises CheckpointError with the reason when there is no checkpoint, or it cannot be exported, ServiceError where
+    this installation has no torch.
     """
+    needs_train("an export", "torch", "transformers")
     facts = run.read_json(run.facts_file)
     if facts is None:
         raise ModelError(f"run {run.run_id} does not say where its model lies ({run.facts_file} is missing)")

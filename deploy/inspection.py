@@ -22,6 +22,7 @@ import headrace.errors
 from deploy.processes import Birth, describe_exit, end_group
 from headrace.config import Config
 from headrace.errors import HeadraceError, ModelError, ServiceError
+from headrace.extras import needs_train
 
 _LONGEST_S = 3600.0
 """For a download and conversion."""
@@ -52,6 +53,7 @@ def prepare() -> str:
 
 def _ask(question: str) -> dict[str, Any]:
     """The child's answer; its chatter is only shown when it breaks."""
+    needs_train("looking at the model", "torch", "transformers")
     # Files and no pipes: a process that an environment leaves behind would hold a pipe open for ever.
     with tempfile.TemporaryFile() as chatter, tempfile.TemporaryFile() as reply:
         code = _in_child(question, reply, chatter)

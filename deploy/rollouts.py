@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,15 @@ class Shown:
 
 
 class Decoder:
-    """Token ids to text with the run's own tokenizer; where that is not on this machine, ids stay ids."""
+    """Token ids to text with the run's own tokenizer; where that, or its library, is not here, ids stay ids."""
 
     def __init__(self, folder: Path | None) -> None:
-        from tokenizers import Tokenizer
-
+        self._tokenizer: Any = None
         file = folder / "tokenizer.json" if folder is not None else None
-        self._tokenizer: Any = Tokenizer.from_file(str(file)) if file is not None and file.is_file() else None
+        if file is not None and file.is_file() and find_spec("tokenizers") is not None:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(file))
 
     def text(self, ids: list[int]) -> str:
         if self._tokenizer is None:

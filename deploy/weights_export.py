@@ -16,6 +16,7 @@ from pathlib import Path
 from broker.api import RunRecord, WeightsPort
 from headrace.config_sources import stored
 from headrace.errors import HeadraceError, Refused, WeightError
+from headrace.extras import needs_train
 from headrace.hosts import host_name
 from headrace.version import PolicyVersion
 from weightsync.leasing import exporter, leased
@@ -28,6 +29,7 @@ async def export(run_id: str, port: WeightsPort, version: PolicyVersion, out: Pa
 
     Raises WeightError with the reason where this host's memory does not have the version whole.
     """
+    needs_train("an export", "torch", "transformers")
     record = await port.record()
     lease_s, holder = stored(record.config).weights.lease_s, exporter(host_name(), str(os.getpid()))
     async with leased(port, version, holder, lease_s):
