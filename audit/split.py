@@ -42,8 +42,8 @@ class Split:
 
 
 def split_of(rates: Rates) -> Split | None:
-    """None where the rate of producers or trainer is not known, or more producers would share a device with them."""
-    if not (rates.generation_s and rates.trainer_s and rates.producers and rates.devices[0]):
+    """None where no step was made or a rate is not known, and where more producers would share a device with them."""
+    if not (rates.samples and rates.generation_s and rates.trainer_s and rates.producers and rates.devices[0]):
         return None
     others = max(rates.trainer_s, rates.scoring_s)
     needed = max(1, math.ceil(rates.generation_s * (1 + HEADROOM) / others))

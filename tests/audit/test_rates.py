@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,13 @@ def test_more_producers_never_promise_fewer_samples_per_second() -> None:
     assert all(isinstance(choice, Choice) and choice.trainer_idle >= 0 for choice in split.table)
     assert split.recommended.trainer_idle == pytest.approx(0.0)
     assert split.gain > 1
+
+
+def test_without_a_step_no_number_of_producers_is_recommended() -> None:
+    from audit.rates import rates
+
+    run = simulated(decode_s=[1.0], room=2)
+    assert split_of(rates(replace(run, steps=()))) is None
 
 
 def line(phase: str, seconds: float, flop: float, nbytes: float, **more: object) -> dict[str, object]:
