@@ -53,8 +53,8 @@ class Channel:
         dist.broadcast(tensor, src=0, group=self._group)
 
     def _lengths(self, mine: int) -> list[int]:
-        came = torch.zeros(self._size, dtype=torch.int64)
-        dist.all_gather_into_tensor(came, torch.tensor([mine]), group=self._group)
+        came = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        dist.all_gather(came, torch.tensor([mine]), group=self._group)
         return [int(length) for length in came]
 
 

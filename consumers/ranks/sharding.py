@@ -5,6 +5,7 @@ Of each parameter a rank holds the rows that `torch.chunk` gives it, as a DTenso
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ def shard(model: Any, ranks: int, device: str) -> None:
 
     Gradients are summed over all ranks, not averaged: a loss has the denominators of all.
     """
+    # Log-probs are a view of what the head's pieces gave; nothing is written into them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     mesh = init_device_mesh(device, (ranks,))
     # What transformers marks as layers; everything else is gathered with the whole model.
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:

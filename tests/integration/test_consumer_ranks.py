@@ -300,6 +300,14 @@ async def test_a_run_goes_on_with_other_numbers_of_ranks(begin: Begin, trainers:
     assert float((weights(folder) - weights(one)).abs().max()) < TOLERANCE
 
 
+async def test_ranks_exchange_by_a_backend_that_a_module_registers(begin: Begin, trainers: Trainers) -> None:
+    _, _, folder = await begin(**{**EXACT, "run": {"steps": 2}, "trainer": {"backend": "ucc"}})
+    for process in trainers.start_ranks(2, HEADRACE_TORCH_BACKENDS="tests.ucc_backend"):
+        stderr = await trainers.end(process)
+        assert process.returncode == 0, stderr
+    assert [line["skipped"] for line in lines(folder)] == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("given", "size", "said"),
     [
