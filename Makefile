@@ -100,6 +100,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.memory --check
 	$(BIN)/python -m benchmarks.weightsync --check
 	$(BIN)/python -m benchmarks.learning --check
+	$(BIN)/python -m benchmarks.overlap --check
 	$(BIN)/python -m benchmarks.batches --check
 
 # What only a CUDA device can tell, in at most eight minutes; the figures go to gpu-check.json.
