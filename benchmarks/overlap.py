@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -42,7 +42,7 @@ MIXES = {"equal": 0.0, "mixed": 0.5, "long-tailed": 1.0}
 FIGURES_OF = "long-tailed"
 SERIAL = ("colocated", 0)
 OVERLAPPED = ("disaggregated", 4)
-STEPS, MODEL_STEPS = 12, 10
+STEPS, MODEL_STEPS = 12, 8
 SCRIPTED = """
 [run]
 steps = {steps}
@@ -81,9 +81,9 @@ name = "arithmetic"
 [sampling]
 max_new_tokens = 16
 [producer]
-slots = 64
+slots = 32
 [trainer]
-groups_per_step = 8
+groups_per_step = 4
 group_size = 8
 learning_rate = 2e-5
 [staleness]
@@ -99,6 +99,7 @@ class Bench:
 
     folder: Path
     table: Table
+    progress: Console = field(default_factory=lambda: Console(stderr=True))
     made: int = 0
 
     def run(self, what: str, toml: str, how: tuple[str, int], step_s: float = 0.0) -> Whole:
@@ -106,6 +107,7 @@ class Bench:
         name = f"run-{self.made}"
         done = whole(self.folder, name, toml, step_s)
         idle = done.figures.idle_wait
+        self.progress.print(f"{what}, {how[0]}: {done.samples_per_s:.2f} samples/s", style="dim")
         self.table.add_row(
             what, how[0] if how != SERIAL else "serial co-located", str(how[1]), f"{done.samples_per_s:.2f}",
             f"{done.samples_per_device_hour:.0f}", f"{idle['generation']:.0%}", f"{idle['training']:.0%}",
@@ -116,6 +118,7 @@ class Bench:
     def uncoupled(self, what: str, toml: str, steps: int, step_s: float = 0.0) -> Stages:
         self.made += 1
         done = stages(self.folder, f"stages-{self.made}", toml, steps, step_s)
+        self.progress.print(f"{what}, stages: {done.generated:.2f}, {done.trained:.2f} samples/s", style="dim")
         for stage, rate in (("generation", done.generated), ("training", done.trained)):
             self.table.add_row(what, f"{stage} alone", "", f"{rate:.2f}", *[""] * 4)
         return done

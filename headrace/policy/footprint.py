@@ -102,11 +102,14 @@ def refusal(need: Footprint, placement: str, device: str, there: int) -> str:
 
 
 def available(device: str) -> int:
-    """Bytes of the device that nobody uses."""
+    """Bytes of the device that nobody uses. Raises ModelError for a GPU that is not there."""
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        try:
+            return int(torch.cuda.mem_get_info(device)[0])
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise ModelError(f"model.device = {device!r} does not say how much memory it has: {error}") from error
     return min(int(psutil.virtual_memory().available), _limit())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from audit.analysis import Audit, analyse, as_json
 from audit.figures import idle_wait
 from audit.levers import LEVER_OF
 from audit.path import critical_path
-from audit.records import Piece
+from audit.records import Piece, Run
 from tests.audit.simulated import simulated
 
 PLANTED: dict[str, dict[str, object]] = {
@@ -34,6 +35,33 @@ def test_the_bottleneck_is_named(planted: str) -> None:
     assert found.bottleneck.name == planted
     assert found.bottleneck.evidence
     assert found.levers[0].name == LEVER_OF[planted]
+
+
+def in_turns(run: Run) -> Run:
+    """The same with one device for both stages: with `max_lag` 0 they take turns anyway."""
+    lanes = tuple(replace(lane, shared=lane.is_device) for lane in run.lanes)
+    return replace(run, lanes=lanes, config={**run.config, "run": {"placement": "colocated"}})
+
+
+def test_one_device_for_both_stages_is_counted_once_and_is_the_bottleneck() -> None:
+    run = simulated(max_lag=0)
+    two, one = analyse(run), analyse(in_turns(run))
+    assert one.bottleneck.name == "device"
+    assert one.levers[0].name == LEVER_OF["device"]
+    assert {lever.name for lever in one.levers}.isdisjoint({"placement", "producers", "staleness_bound"})
+    assert one.split is None
+    assert one.figures.consumed_per_device_hour == pytest.approx(2 * two.figures.consumed_per_device_hour)
+    begin, end = (edge(piece for lane in run.lanes for piece in lane.pieces) for edge in (_first, _last))
+    assert one.figures.device_hours * 3600 == pytest.approx(end - begin)
+    assert one.figures.idle_wait == two.figures.idle_wait
+
+
+def _first(pieces: Iterable[Piece]) -> float:
+    return min(piece.begin for piece in pieces)
+
+
+def _last(pieces: Iterable[Piece]) -> float:
+    return max(piece.end for piece in pieces)
 
 
 plans = st.fixed_dictionaries(

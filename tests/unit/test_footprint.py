@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 from headrace.policy import footprint
 from headrace.policy.footprint import Footprint, check_memory
 from headrace.telemetry.arithmetic import Shape
@@ -76,3 +77,10 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert footprint.available("cpu") > GIB // 8
     (tmp_path / "memory.max").write_text("1048576\n")
     assert footprint.available("cpu") == 1048576
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ModelError, match=r"model\.device = 'cuda' does not say how much memory it has"):
+        footprint.available("cuda")
