@@ -40,6 +40,7 @@ from weightsync.publisher import Publisher
 WARM_UP = 2
 """Steps that are not counted: of caches, of the queue before the trainer."""
 FAR_MS = 86_400_000
+RUNS = "generate", "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class _Uncoupled:
 
     async def measure(self, steps: int, step_s: float) -> Stages:
         facts = inspect(self._config)
-        ports = [await self._begin(name, facts) for name in ("generate", "train")]
+        ports = [await self._begin(name, facts) for name in RUNS]
         cores = sorted(os.sched_getaffinity(0))
         self._start("train", "trainer", "consumers", cores[0], step_s)
         self._start("generate", "producer-1", "producers", cores[1])
@@ -137,8 +138,9 @@ class _Uncoupled:
                 child.kill()
                 await child.exited()
                 child.close()
-            for port in ports:
+            for run_id, port in zip(RUNS, ports, strict=True):
                 await port.close()
+                Arena(run_folder=self._folder / run_id).sweep(run_id)
         made = sum(begin < at <= end for at in self._made)
         trained = steps * self._config.trainer.groups_per_step
         return Stages(made * self._size / (end - begin), trained * self._size / (end - begin))
