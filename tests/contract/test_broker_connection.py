@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -15,6 +18,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+import uvloop
 
 from broker.api import Order, RunRecord
 from broker.connect import connect_run, connect_runs
@@ -196,3 +200,40 @@ async def test_a_read_that_blocked_with_nothing_to_say_was_no_outage(
     reading.cancel()
     await asyncio.wait({reading})
     await port.close()
+
+
+def test_connections_that_were_reset_while_nobody_used_them_are_opened_anew(redis_server: RedisProcess) -> None:
+    uvloop.run(_asks_again_after_a_reset(redis_server))
+
+
+async def _asks_again_after_a_reset(server: RedisProcess) -> None:
+    """As services run, under uvloop, and through something that forgets a connection on which nothing is said."""
+    passed: list[asyncio.StreamWriter] = []
+
+    async def passes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_redis = await asyncio.open_connection("127.0.0.1", server.port)
+        passed.append(writer)
+        await asyncio.gather(copies(reader, to_redis[1]), copies(to_redis[0], writer))
+
+    async def copies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while some := await reader.read(1 << 16):
+                writer.write(some)
+        writer.close()
+
+    proxy = await asyncio.start_server(passes, "127.0.0.1", 0)
+    runs = connect_runs(server.url.replace(f":{server.port}", f":{proxy.sockets[0].getsockname()[1]}"), CONFIG)
+    try:
+        await asyncio.gather(*(runs.ping() for _ in range(3)))
+        for writer in passed:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        before = len(passed)
+        # The client's side hears of it in the same loop.
+        await asyncio.sleep(0.2)
+        for _ in range(2 * before):
+            await runs.ping()
+        assert len(passed) > before
+    finally:
+        await runs.close()
+        proxy.close()
