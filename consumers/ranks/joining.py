@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from consumers.ranks.alarm import Alarm
@@ -123,11 +123,13 @@ def _backend(config: Config, place: _Place) -> str:
 def _given_store(place: _Place) -> Any:
     """That of torchrun, or of MASTER_ADDR and MASTER_PORT. Raises ServiceError, ConfigError."""
     try:
-        return next(iter(rendezvous("env://", place.rank, place.size, timeout=timedelta(seconds=START_S))))[0]
+        store = next(iter(rendezvous("env://", place.rank, place.size, timeout=timedelta(seconds=START_S))))[0]
     except ValueError as error:
         raise ConfigError(f"{str(error).splitlines()[0]}; start all ranks by torchrun") from error
     except RuntimeError as error:
         raise ServiceError(f"rank {place.rank} does not reach the others: {str(error).splitlines()[0]}") from error
+    # torchrun may keep its store when it starts all ranks again, and with it where dead ones were.
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _store() -> tuple[Any, int]:

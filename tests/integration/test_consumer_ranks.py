@@ -97,17 +97,10 @@ def dies(rank: int, moment: tuple[str, str, str, int], death: str = KILLED) -> s
     return DIES.format(rank=rank, module=module, owner=owner, method=method, call=call, death=death)
 
 
-def torchrun(trainers: Trainers, size: int, *options: str) -> subprocess.Popen[str]:
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(size),
-        "-m",
-        "consumers",
-        *options,
-    ]
+def torchrun(trainers: Trainers, size: int, *options: str, again: int = 0) -> subprocess.Popen[str]:
+    """`again`: how often it starts all ranks anew."""
+    its = ["--standalone", "--max-restarts", str(again), "--nproc-per-node", str(size)]
+    command = ["-m", "torch.distributed.run", *its, "-m", "consumers", *options]
     return subprocess.Popen(
         [sys.executable, *command],
         env=trainers.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -215,6 +208,27 @@ async def test_a_rank_without_room_for_a_checkpoint_is_waited_for(begin: Begin, 
     for process in processes:
         stderr = await trainers.end(process)
         assert process.returncode == 0, stderr
+
+
+async def test_torchrun_starts_all_ranks_again(begin: Begin, trainers: Trainers) -> None:
+    port, player, folder = await begin(**EXACT)
+    player.most = 4
+    with torchrun(trainers, 2, "--resume", again=2) as process:
+        await wait_until(lambda: len(lines(folder)) == 2, "two steps are made")
+        child: list[int] = []
+
+        async def said() -> bool:
+            child[:] = [peer.pid for peer in await port.peers() if peer.name == "trainer-1"]
+            return bool(child)
+
+        await wait_until(said, "rank 1 says that it lives")
+        os.kill(child[0], signal.SIGKILL)
+        player.most = sys.maxsize
+        out, _ = await asyncio.to_thread(process.communicate)
+    assert process.returncode == 0, out
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3, 4]
+    whole = await alone(begin, trainers, "-whole", ranks=2)
+    assert torch.equal(weights(folder), weights(whole))
 
 
 async def test_an_error_in_one_rank_ends_all_with_its_reason(begin: Begin, trainers: Trainers) -> None:
