@@ -3,7 +3,8 @@
 A container whose service fails at once is gone before its health check asks, and nothing but a restart is seen of it.
 So the service's last words on stderr are kept in a file, where `headrace.probe` finds them, and the container stays for
 `STAY_S` before it leaves with the service's exit code. With `--stay` it also stays after a clean end that nobody asked
-for, until it is told to leave: for an orchestrator that would start an ended service again.
+for, until it is told to leave: for an orchestrator that would start an ended service again. Of one that was killed
+it says so, and whether the container's memory was too small, since that service cannot.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ LONGEST = 16 << 10
 FLUSH_S = 2.0
 LEAVING = {signal.SIGTERM, signal.SIGINT}
 CLEAN = (0, 130)
+TOO_SMALL = (
+    "this container's memory limit is too small for it; raise that (of compose.yaml by HEADRACE_TRAINER_MEMORY, "
+    "HEADRACE_PRODUCER_MEMORY, HEADRACE_WEIGHTS_MEMORY or HEADRACE_PREPARE_MEMORY)"
+)
+OOM_COUNTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+"""Of this container, cgroup version 2 and 1: `oom_kill N` is how many of its processes the kernel has killed."""
 
 
 class Contained:
@@ -83,17 +90,32 @@ def main(arguments: list[str]) -> int:
         return 2
     for file in (LAST_WORDS, ENDED, SERVED):
         file.unlink(missing_ok=True)
+    killed_before = killed_for_memory()
     service = Contained(command)
     code = service.wait()
     if service.told:
         return code
+    said = f"{service.last_words or 'it said nothing'} (exit {code})"
+    starved = code == 128 + signal.SIGKILL and killed_for_memory() > killed_before
+    if code > 128 and code not in CLEAN:
+        said = f"{' '.join(command)} was ended by signal {code - 128}{f': {TOO_SMALL}' if starved else ''}"
+        print(said, file=sys.stderr)
     if code in CLEAN and stays:
         ENDED.touch()
         _stay(None)
-    elif code not in CLEAN and code < 128:
-        LAST_WORDS.write_text(f"{service.last_words or 'it said nothing'} (exit {code})\n", encoding="utf-8")
+    elif code not in CLEAN and (code < 128 or starved):
+        LAST_WORDS.write_text(f"{said}\n", encoding="utf-8")
         _stay(STAY_S)
     return code
+
+
+def killed_for_memory() -> int:
+    """How many processes of this container the kernel has killed for its memory limit; 0 where it does not say."""
+    for file in OOM_COUNTS:
+        if file.exists():
+            counts = dict(line.split() for line in file.read_text(encoding="ascii").splitlines())
+            return int(counts.get("oom_kill", 0))
+    return 0
 
 
 def _stay(seconds: float | None) -> None:

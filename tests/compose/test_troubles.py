@@ -88,6 +88,11 @@ def test_a_port_that_is_taken(mended: Stack) -> None:
     assert "HEADRACE_METRICS_PORT" in mended.health("producer")[1]
 
 
+def test_too_little_memory(mended: Stack) -> None:
+    mended.up("--force-recreate", "--no-deps", "producer", HEADRACE_PRODUCER_MEMORY="64m")
+    says(mended, "producer", "was ended by signal 9: this container's memory limit is too small for it; raise that")
+
+
 def test_too_little_shared_memory(images: list[str], stack_of: Callable[..., Stack]) -> None:
     stack = stack_of("headrace-test-narrow", HEADRACE_SHM_SIZE="64k")
     failed = stack.up("--wait", "redis", "weights", "trainer", check=False)

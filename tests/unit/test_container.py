@@ -91,8 +91,9 @@ def test_the_signal_to_leave_reaches_the_service_which_then_leaves_at_once(start
 
 def test_a_service_that_was_killed_is_started_again_at_once(start: Start) -> None:
     process = start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    process.communicate(timeout=30)
+    errors = process.communicate(timeout=30)[1]
     assert process.returncode == 128 + signal.SIGKILL
+    assert errors.endswith("was ended by signal 9\n")
 
 
 def test_a_clean_end_is_the_end(start: Start, tmp_path: Path) -> None:
