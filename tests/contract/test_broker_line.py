@@ -101,9 +101,19 @@ async def test_a_device_is_used_by_one_at_a_time_and_nobody_starves(service: Ser
             inside -= 1
             await device.give_up()
 
-    async with used(service(), "a") as a, used(service(), "b") as b:
-        await asyncio.gather(use(a, "a"), use(b, "b"))
-    assert uses == ["a", "b"] * 8
+    first = service()
+    await first.line_up("gpu", "first", LEASE_S)
+
+    async def both_wait() -> bool:
+        return len(await first.line_up("gpu", "first", LEASE_S)) == 3
+
+    async with used(service(), "a") as a, used(service(), "b") as b, asyncio.TaskGroup() as group:
+        group.create_task(use(a, "a"))
+        group.create_task(use(b, "b"))
+        await wait_until(both_wait, "both stand in line")
+        await first.step_aside("gpu", "first")
+    assert sorted(uses[:2]) == ["a", "b"]
+    assert uses == uses[:2] * 8, "who has had it stands behind the other"
 
 
 async def test_who_has_it_is_told_that_others_want_it(service: Services) -> None:
