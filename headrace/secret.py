@@ -27,7 +27,7 @@ def secret(name: str, environ: Mapping[str, str]) -> str:
         raise ConfigError(f"{name} and {name}_FILE are both set; leave one of them out")
     try:
         with Path(file).open(encoding="utf-8") as stream:
-            value = stream.read(LONGEST).strip()
+            value = stream.read(LONGEST + 1)
     except FileNotFoundError:
         raise ConfigError(f"{name}_FILE names {file}, which is missing; write the secret into a file there") from None
     except PermissionError:
@@ -36,7 +36,9 @@ def secret(name: str, environ: Mapping[str, str]) -> str:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}_FILE names {file}, which cannot be read: {error}") from None
-    if not value:
+    if len(value) > LONGEST:
+        raise ConfigError(f"{name}_FILE names {file}, which is longer than {LONGEST} letters; write the secret into it")
+    if not (value := value.strip()):
         raise ConfigError(f"{name}_FILE names {file}, which is empty; write the secret into it")
     return value
 

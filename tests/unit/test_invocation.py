@@ -72,6 +72,7 @@ def test_a_password_goes_with_the_url_of_a_flag() -> None:
     [
         (None, {}, "SECRET_FILE names .*, which is missing; write the secret into a file there"),
         (b" \n", {}, "SECRET_FILE names .*, which is empty; write the secret into it"),
+        (b"x" * 70_000, {}, "SECRET_FILE names .*, which is longer than 65536 letters; write the secret into it"),
         (b"\xff", {}, "SECRET_FILE names .*, which cannot be read"),
         (b"x", {"SECRET": "y"}, "SECRET and SECRET_FILE are both set; leave one of them out"),
     ],
