@@ -9,6 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+GPU = {
+    "sm": "SM",
+    "memory": "GPU memory",
+    "sm_active": "SM active",
+    "sm_occupancy": "SM occupancy",
+    "tensor_active": "tensor cores active",
+    "dram_active": "DRAM active",
+}
+"""Names of the records and of the report. The first two are NVML's, and count time; the others are DCGM's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -35,10 +45,8 @@ class Process:
     service: str
     cpu: float
     """Processor seconds per second."""
-    sm: float | None
-    """Mean utilisation of its GPU's multiprocessors, as NVML says; None without one."""
-    memory: float | None
-    """The same of its GPU's memory."""
+    gpu: Mapping[str, float]
+    """Means of its GPU, from 0 to 1, by the names of `GPU`; those that were recorded."""
 
 
 @dataclass(slots=True)
@@ -82,9 +90,8 @@ def uses(lines: Iterable[Mapping[str, Any]]) -> list[Use]:
 class _Mean:
     wall: float = 0.0
     cpu: float = 0.0
-    seen: float = 0.0
-    """Seconds in which NVML said something."""
-    nvml: dict[str, float] = field(default_factory=dict)
+    gpu: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By name: the sum over time, and the seconds in which it was said."""
 
 
 def processes(lines: Iterable[Mapping[str, Any]]) -> list[Process]:
@@ -98,16 +105,15 @@ def processes(lines: Iterable[Mapping[str, Any]]) -> list[Process]:
         mean, seconds = means.setdefault(service, _Mean()), float(line["end"]) - float(line["begin"])
         mean.wall += seconds
         mean.cpu += float(line.get("cpu_s") or 0.0)
-        if nvml := line.get("nvml"):
-            mean.seen += seconds
-            for name in ("sm", "memory"):
-                mean.nvml[name] = mean.nvml.get(name, 0.0) + seconds * float(nvml.get(name) or 0.0)
+        said = {**(line.get("nvml") or {}), **(line.get("dcgm") or {})}
+        for name in (name for name in GPU if name in said):
+            total, seen = mean.gpu.get(name, (0.0, 0.0))
+            mean.gpu[name] = total + seconds * float(said[name]), seen + seconds
     return [
         Process(
             service=service,
             cpu=mean.cpu / mean.wall if mean.wall else 0.0,
-            sm=mean.nvml["sm"] / mean.seen if mean.seen else None,
-            memory=mean.nvml["memory"] / mean.seen if mean.seen else None,
+            gpu={name: total / seen for name, (total, seen) in mean.gpu.items() if seen},
         )
         for service, mean in sorted(means.items())
     ]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from audit.analysis import Audit
 from audit.figures import Figures, Spread
+from audit.intensity import GPU
 from audit.levers import Sign
 from audit.split import Split
 
@@ -152,7 +153,7 @@ def processor_time(audit: Audit) -> str:
     """Of each service; and its GPU, where it has one."""
     said = []
     for process in audit.processes:
-        gpu = "" if process.sm is None else f", SM {process.sm:.0%}, GPU memory {process.memory or 0.0:.0%}"
+        gpu = "".join(f", {GPU[name]} {value:.0%}" for name, value in process.gpu.items())
         said.append(f"{process.service} {process.cpu:.2f}{gpu}")
     return f"processor seconds per second: {'; '.join(said)}"
 

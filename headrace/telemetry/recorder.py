@@ -19,6 +19,7 @@ from headrace.errors import ServiceError
 from headrace.hosts import host_name
 from headrace.telemetry.arithmetic import Roofline
 from headrace.telemetry.clock import EPOCH_S, now
+from headrace.telemetry.dcgm import Exporter
 from headrace.telemetry.nvml import Sampler
 from headrace.telemetry.phases import Cut, Lane, Work
 
@@ -56,7 +57,7 @@ class Recorder:
         """The phase in which the last record of a lane ended."""
         self._intensities: dict[Lane, _Intensity] = {}
         self._rooflines: dict[Lane, Roofline] = {}
-        self._nvml = Sampler()
+        self._nvml, self._dcgm = Sampler(), Exporter()
         self._lock = threading.Lock()
         """Of all above: ticks are the thread's, the rest may be anybody's."""
         self._closing = threading.Event()
@@ -152,6 +153,8 @@ class Recorder:
             fields["roofline"] = asdict(roofline)
         if nvml := self._nvml.take(lane.place.uuid):
             fields["nvml"] = nvml
+        if lane.place.uuid and (dcgm := self._dcgm.profile(lane.place.uuid)):
+            fields["dcgm"] = dcgm
         # Without room for it, the next one contains it.
         with suppress(ServiceError):
             self._write("intensity", **fields)

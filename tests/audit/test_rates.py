@@ -94,7 +94,9 @@ def test_what_nobody_measured_has_no_share() -> None:
 
 
 def test_a_process_counts_once_however_many_lanes_it_has() -> None:
-    gpu = {"sm": 0.5, "memory": 0.25}
-    found = processes([line("a", 1, 1, 1, nvml=gpu), line("a", 1, 1, 1, lane="other"), line("a", 1, 1, 1, cpu_s=10.0)])
+    gpu = {"sm": 0.5, "memory": 0.25, "memory_bytes": 1e9}
+    ours = line("a", 1, 1, 1, nvml=gpu, dcgm={"dram_active": 0.75})
+    found = processes([ours, line("a", 1, 1, 1, lane="other"), line("a", 1, 1, 1, cpu_s=10.0)])
     (process,) = found
-    assert (process.service, process.cpu, process.sm, process.memory) == ("trainer", 0.75, 0.5, 0.25)
+    assert (process.service, process.cpu) == ("trainer", 0.75)
+    assert process.gpu == {"sm": 0.5, "memory": 0.25, "dram_active": 0.75}
