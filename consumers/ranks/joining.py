@@ -64,6 +64,8 @@ def join(config: Config, name: str, environ: Mapping[str, str]) -> Ranks:
     else:
         store, port = _store()
         children = Children(name, place.size, port)
+    # torchrun may keep its store when it starts all ranks again, and with it where dead ones were.
+    store = PrefixStore(f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     _await_all(store, place, children)
     return _connected(config, name, place, backend, store, children)
 
@@ -123,13 +125,11 @@ def _backend(config: Config, place: _Place) -> str:
 def _given_store(place: _Place) -> Any:
     """That of torchrun, or of MASTER_ADDR and MASTER_PORT. Raises ServiceError, ConfigError."""
     try:
-        store = next(iter(rendezvous("env://", place.rank, place.size, timeout=timedelta(seconds=START_S))))[0]
+        return next(iter(rendezvous("env://", place.rank, place.size, timeout=timedelta(seconds=START_S))))[0]
     except ValueError as error:
         raise ConfigError(f"{str(error).splitlines()[0]}; start all ranks by torchrun") from error
     except RuntimeError as error:
         raise ServiceError(f"rank {place.rank} does not reach the others: {str(error).splitlines()[0]}") from error
-    # torchrun may keep its store when it starts all ranks again, and with it where dead ones were.
-    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _store() -> tuple[Any, int]:
@@ -153,13 +153,23 @@ def _store() -> tuple[Any, int]:
 def _await_all(store: Any, place: _Place, children: Children | None) -> None:
     """Raises ServiceError when one does not come."""
     until = time.monotonic() + START_S
-    store.add("here", 1)
-    while (here := store.add("here", 0)) < place.size:
+    _here(store, place, 1)
+    while (here := _here(store, place, 0)) < place.size:
         if children is not None and (dead := children.dead()):
             raise ServiceError(f"{dead} before it had joined; its last words stand in the log of this trainer")
         if time.monotonic() > until:
             raise ServiceError(f"only {here} of {place.size} ranks came within {START_S:.0f} s; see their logs")
         time.sleep(LOOK_S)
+
+
+def _here(store: Any, place: _Place, more: int) -> int:
+    """How many have come. Raises ServiceError where who keeps the store is gone."""
+    try:
+        return int(store.add("here", more))
+    except RuntimeError as error:
+        raise ServiceError(
+            f"rank {place.rank} waits for the others, and who keeps count of them is gone: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _connected(config: Config, name: str, place: _Place, backend: str, store: Any, children: Children | None) -> Ranks:
