@@ -314,7 +314,8 @@ class Publisher:
     async def _free(self, *, bases: bool = True) -> None:
         """Free what nobody needs; without `bases` also what only the next delta of another host would need."""
         names = self._own()
-        head, leased, pinned = await self._port.head(), await self._port.leased(), await self._pinned()
+        # The head last: where Redis is emptied in between there is none, and nothing is freed.
+        pinned, leased, head = await self._pinned(), await self._port.leased(), await self._port.head()
         # What an older incarnation has begun will never be sealed, though its trainer may live.
         mine = self._fence.incarnation
         lives = self._arena.lives

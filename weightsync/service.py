@@ -164,7 +164,8 @@ class WeightService:
     async def collect_once(self) -> list[SegmentName]:
         """One round; returns the segments that were freed."""
         names = self._arena.segments(self._run_id)
-        head, leased, pinned = await self._port.head(), await self._port.leased(), await self._port.pinned()
+        # The head last: where Redis is emptied in between there is none, and nothing is freed.
+        pinned, leased, head = await self._port.pinned(), await self._port.leased(), await self._port.head()
         self._pinned = pinned
         coming = self._between.mirror.needed() if self._between else set()
         held = [Held(str(name), name.version, self._arena.lives(name)) for name in names]

@@ -204,6 +204,38 @@ async def test_pinned_version_is_kept_and_takes_no_room(trainer: Trainer) -> Non
     assert [name.version.step for name in await service.collect_once()] == [0]
 
 
+async def test_nothing_pinned_is_freed_by_a_look_at_a_redis_that_is_emptied_meanwhile(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = weight_service(trainer)
+    assert await trainer.publish(0)
+    await trainer.port.pin(trainer.version(0))
+    for step in (1, 2):
+        assert await trainer.publish(step)
+    asked: list[str] = []
+    for name, emptied in (
+        ("head", None),
+        ("leased", dict[PolicyVersion, list[str]]()),
+        ("pinned", set[PolicyVersion]()),
+    ):
+        real = getattr(trainer.port, name)
+
+        async def answer(
+            name: str = name, real: Callable[[], Awaitable[object]] = real, emptied: object = emptied
+        ) -> object:
+            asked.append(name)
+            return await real() if len(asked) == 1 else emptied
+
+        monkeypatch.setattr(trainer.port, name, answer)
+    for look in (trainer.publisher._free, service.collect_once):
+        asked.clear()
+        await look()
+        assert set(asked) == {"head", "leased", "pinned"}
+        assert trainer.live == [0, 2]
+    monkeypatch.undo()
+    await trainer.port.unpin(trainer.version(0))
+
+
 async def test_head_of_a_dead_trainer_stays_however_old_until_the_next_one_publishes(
     trainer: Trainer, run_id: str
 ) -> None:
