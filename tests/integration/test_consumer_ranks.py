@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from consumers import checkpoint
+from consumers.export import export
 from headrace.errors import ConfigError, ServiceError
+from headrace.policy.loading import load_model
 from tests.trainers import Begin, Trainers, events, lines, trouble, wait_until
 from weightsync.arena import Arena
 
@@ -285,7 +287,9 @@ async def test_a_trainer_starts_its_ranks_itself(begin: Begin, trainers: Trainer
     assert f"rank 1 (process {child}) was killed by SIGKILL, and the trainer ends with it" in stderr.splitlines()[-1]
 
 
-async def test_a_run_goes_on_with_other_numbers_of_ranks(begin: Begin, trainers: Trainers) -> None:
+async def test_a_run_goes_on_with_other_numbers_of_ranks(
+    begin: Begin, trainers: Trainers, tiny_model: Path, tmp_path: Path
+) -> None:
     """One, two by torchrun and three that are killed, each with a part of the model, and one again."""
     sections = {**EXACT, "trainer": {"parallel": "fsdp", "groups_per_step": 3}}
     port, player, folder = await begin(**sections)
@@ -299,7 +303,11 @@ async def test_a_run_goes_on_with_other_numbers_of_ranks(begin: Begin, trainers:
         await wait_until(lambda: len(lines(folder)) == 2, "two ranks make one")
         process.terminate()
         said, _ = await asyncio.to_thread(process.communicate, timeout=100)
-    assert (folder / "checkpoints" / "2" / "00000002" / "state.json").exists(), said
+    sharded = folder / "checkpoints" / "2" / "00000002"
+    assert (sharded / "state.json").exists(), said
+    exported = load_model(export(sharded, tiny_model, tmp_path / "exported", "float32"), "float32")
+    expected = checkpoint.load(sharded).model
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.named_parameters())
     player.most = 9
     three = trainers.start_ranks(3, "--resume")
     await wait_until(lambda: len(lines(folder)) == 3, "three ranks make one")
